@@ -1,0 +1,1 @@
+"""FP8 Mixture-of-Experts kernels, compiled at run time."""

@@ -1,0 +1,1 @@
+"""The drawing office: which kernel, which grid. Pure functions from values to values."""

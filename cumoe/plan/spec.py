@@ -1,0 +1,53 @@
+"""The values that leave this room: what to compile (KernelSpec) and how to run it (LaunchSpec)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+
+@dataclass(frozen=True, slots=True)
+class KernelSpec:
+    """One compiled kernel: a source file, an architecture and its compile-time constants.
+
+    Nothing that varies from call to call (a token count, a pointer, the value of a limit) is in
+    here, so the kernels that a model can reach are a finite, known set.
+    """
+
+    stem: str
+    """File under ``kernels_src`` without its suffix, and the name of the op."""
+    entry: str
+    """Name of the ``extern "C"`` function."""
+    arch: str
+    """``sm_90a`` and the like."""
+    constants: tuple[tuple[str, int], ...]
+    """Macros defined before the source, sorted by name."""
+
+    @property
+    def text(self) -> str:
+        """Canonical name: ``stem-entry-arch-A=1-B=2``."""
+        pairs = [f"{name}={value}" for name, value in self.constants]
+        return "-".join([self.stem, self.entry, self.arch, *pairs])
+
+
+def kernel_spec(stem: str, entry: str, arch: str, **constants: int) -> KernelSpec:
+    """A KernelSpec with its constants in canonical order and as plain integers."""
+    return KernelSpec(stem, entry, arch, tuple(sorted((k, int(v)) for k, v in constants.items())))
+
+
+class LaunchSpec(NamedTuple):
+    """How one launch of a kernel is laid out."""
+
+    grid: int
+    """Number of CTAs (grids are one-dimensional: x reaches 2^31 - 1, y and z only 65,535)."""
+    block: int
+    """Threads per CTA."""
+    smem_bytes: int = 0
+    """Dynamic shared memory per CTA."""
+
+
+class Step(NamedTuple):
+    """One kernel of a plan together with its launch."""
+
+    kernel: KernelSpec
+    launch: LaunchSpec

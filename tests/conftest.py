@@ -1,0 +1,61 @@
+"""Fixtures and hooks. Nothing imports from here; helpers live in ``tests/helpers``."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from functools import cache
+
+import numpy as np
+import pytest
+
+from tests.helpers.backends import BACKENDS
+
+
+@cache
+def _gpu_missing() -> str | None:
+    """Why GPU tests cannot run here, or None."""
+    if shutil.which("nvidia-smi") is None:
+        return "no NVIDIA driver on this machine"
+    import cupy
+
+    count = cupy.cuda.runtime.getDeviceCount()
+    return None if count else "no CUDA device on this machine"
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if item.get_closest_marker("gpu") and (reason := _gpu_missing()):
+            item.add_marker(pytest.mark.skip(reason=reason))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Iterator[None]:
+    """A skip is allowed for want of a GPU only: any other one is a failure."""
+    report = yield
+    if report.skipped and not item.get_closest_marker("gpu") and not hasattr(report, "wasxfail"):
+        report.outcome = "failed"
+        report.longrepr = f"{item.nodeid}: skipped, although it needs no GPU: {report.longrepr}"
+    return report
+
+
+@pytest.fixture
+def rng() -> np.random.Generator:
+    return np.random.default_rng(20260911)
+
+
+@pytest.fixture(params=BACKENDS)
+def backend(request: pytest.FixtureRequest):
+    return request.param
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _private_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Kernels compiled by tests never touch the user's cache."""
+    from cumoe import _settings
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("CUMOE_CACHE_DIR", str(tmp_path_factory.mktemp("kernels")))
+        _settings.settings.cache_clear()
+        yield
+        _settings.settings.cache_clear()
