@@ -1,0 +1,42 @@
+"""Every tolerance of the tests, with its reason. ``docs/numerics.md`` has the derivations.
+
+An error is ``norm(got - want) / norm(want)``, of a token row ("row") or of all rows together
+("total").
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+BF16_ROUNDING = 2.0**-8
+"""Half a unit in the last place of bf16, relative: 8 bits of significand."""
+
+E4M3_ROUNDING = 2.0**-4
+"""The same of e4m3: 4 bits of significand."""
+
+# Against float64 without rounding. Activations are rounded to e4m3 twice, which costs about 2.6 %
+# each time; the two add up in quadrature, and the up projection reaches the result twice.
+EXACT_TOTAL = 0.06
+EXACT_COSINE = 0.998
+EXACT_ROW = 0.12
+
+# Against the NumPy reference, same rounding points. With fp32 accumulation only an odd bf16 or e4m3
+# rounding falls the other way; a wgmma keeps about 14 bits inside a block of 128.
+MMA_ROW = 5e-3
+WGMMA_TOTAL = 8e-3
+WGMMA_ROW = 4e-2
+
+SILU_CODE_SHARE = 1e-4
+"""Share of e4m3 codes that may be off by one where two ``exp`` differ next to a tie."""
+
+ONE_BF16_ULP = 2.0**-7
+"""Relative distance of neighbouring bf16 values, at most: for results worked out by hand."""
+
+
+def up_projection(want: np.ndarray, magnitude: np.ndarray) -> np.ndarray:
+    """How far an h may be from its float64 value on wgmma.
+
+    ``magnitude`` is the sum over blocks of ``a_scale * w_scale`` times the largest value that the
+    accumulator sees in the block (``oracles.block_matmul_float64``).
+    """
+    return BF16_ROUNDING * np.abs(want) + 2.0**-11 * magnitude
