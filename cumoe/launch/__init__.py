@@ -1,0 +1,1 @@
+"""The gate: loads cubins, allocates in the caller's framework, launches on the caller's stream."""

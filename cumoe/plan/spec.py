@@ -21,7 +21,7 @@ class KernelSpec:
     arch: str
     """``sm_90a`` and the like."""
     constants: tuple[tuple[str, int], ...]
-    """Macros defined before the source, sorted by name."""
+    """``constexpr int``s put before the source, sorted by name."""
 
     @property
     def text(self) -> str:
@@ -51,3 +51,5 @@ class Step(NamedTuple):
 
     kernel: KernelSpec
     launch: LaunchSpec
+    abi: str
+    """The entry's parameters in order: P pointer, q 64-bit integer, f float (as in `struct`)."""

@@ -1,0 +1,85 @@
+"""Requirements on views. Each raises with the argument's name, what was wanted and what came."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from cumoe.arrays.view import ArrayView, Device
+from cumoe.errors import ArgumentError, DeviceMismatchError, DTypeError
+
+# Bytes stand for the narrow types in frameworks that lack them.
+_ALIASES = {"e4m3": "uint8", "bf16": "uint16"}
+
+
+def require_dtype(v: ArrayView, name: str, *wanted: str) -> str:
+    """The one of ``wanted`` that the array holds; raw bytes count as the narrow type."""
+    for dtype in wanted:
+        if v.dtype == dtype or v.dtype == _ALIASES.get(dtype):
+            return dtype
+    raise DTypeError(
+        f"{name}: want {' or '.join(wanted)}, got {v.dtype}; "
+        f"convert it first, for instance with .to() or .astype()"
+    )
+
+
+def require_shape(v: ArrayView, name: str, *shape: int | None, means: str = "") -> None:
+    """The array has this shape; None matches any length."""
+    fits = len(v.shape) == len(shape) and all(
+        w is None or w == n for w, n in zip(shape, v.shape, strict=True)
+    )
+    if not fits:
+        wanted = ", ".join("*" if w is None else str(w) for w in shape)
+        note = f" = {means}" if means else ""
+        raise ArgumentError(f"{name}: want shape [{wanted}]{note}, got {list(v.shape)}")
+
+
+def require_ndim(v: ArrayView, name: str, ndim: int, means: str) -> None:
+    """The array has ``ndim`` dimensions."""
+    if len(v.shape) != ndim:
+        raise ArgumentError(
+            f"{name}: want {ndim} dimensions {means}, got shape {list(v.shape)}; reshape it"
+        )
+
+
+def require_multiple(size: int, name: str, what: str, of: int, remedy: str) -> None:
+    """A dimension is a multiple of ``of``, and not zero."""
+    if size % of or size == 0:
+        raise ArgumentError(f"{name}: {what} must be a multiple of {of}, got {size}; {remedy}")
+
+
+def require_contiguous(v: ArrayView, name: str) -> None:
+    """The array lies in row-major order without gaps."""
+    if not v.is_contiguous:
+        raise ArgumentError(
+            f"{name}: want a contiguous array, got shape {list(v.shape)} with strides "
+            f"{list(v.strides)}; pass {name}.contiguous() or a contiguous copy"
+        )
+
+
+def require_choice(value: object, name: str, choices: Iterable[object]) -> None:
+    """A keyword has one of the values that the op knows."""
+    choices = list(choices)
+    if value not in choices:
+        raise ArgumentError(f"{name}: want one of {choices}, got {value!r}")
+
+
+def require_same_device(views: Iterable[tuple[str, ArrayView | None]]) -> Device:
+    """All arrays lie on one device, which is returned."""
+    present = [(name, v) for name, v in views if v is not None]
+    first_name, first = present[0]
+    for name, v in present[1:]:
+        if v.device != first.device:
+            raise DeviceMismatchError(
+                f"{name}: want it on {first.device}, where {first_name} is, got {v.device}; "
+                f"move one of them"
+            )
+    return first.device
+
+
+def require_no_overlap(out: ArrayView, name: str, inputs: Iterable[tuple[str, ArrayView]]) -> None:
+    """An output shares no byte with an input."""
+    low, high = out.extent
+    for other_name, other in inputs:
+        other_low, other_high = other.extent
+        if low < other_high and other_low < high:
+            raise ArgumentError(f"{name}: must not overlap {other_name}; pass a buffer of its own")

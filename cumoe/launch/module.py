@@ -1,0 +1,57 @@
+"""From a cubin to a function that a device can launch."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+from cumoe.errors import KernelNotBuiltError
+from cumoe.launch import driver
+from cumoe.launch.device import cupy
+from cumoe.plan.spec import KernelSpec, Step
+from cumoe.store import store
+from cumoe.store.store import Cubin
+
+_functions: dict[tuple[KernelSpec, int], int] = {}
+_modules: list[Any] = []
+"""Keeps modules loaded: a function lives as long as its module."""
+_lock = threading.Lock()
+
+
+def function(step: Step, device: int, stream: int) -> int:
+    """The CUfunction of a step on the current device, loaded on first use."""
+    try:
+        return _functions[step.kernel, device]
+    except KeyError:
+        return _load(step, device, stream)
+
+
+def _load(step: Step, device: int, stream: int) -> int:
+    # Loading a module inside a capture would invalidate the caller's graph: refuse before that.
+    if driver.is_capturing(stream):
+        raise KernelNotBuiltError(
+            f"{step.kernel.text}: not loaded on cuda:{device}, and the stream is being captured; "
+            f"run the op once with this shape before the capture"
+        )
+    with _lock:
+        if (step.kernel, device) not in _functions:
+            loaded = _load_module(store.get(step.kernel))
+            _modules.append(loaded)
+            pointer: int = loaded.get_function(step.kernel.entry).ptr
+            if step.launch.smem_bytes:
+                driver.set_shared_memory(pointer, step.launch.smem_bytes, step.kernel.text)
+            _functions[step.kernel, device] = pointer
+    return _functions[step.kernel, device]
+
+
+def _load_module(cubin: Cubin) -> Any:
+    """By path where the verified entry can be read, from the verified bytes elsewhere."""
+    cuda = cupy().cuda
+    if cubin.path is not None:
+        try:
+            return cupy().RawModule(path=str(cubin.path)).module
+        except (OSError, cuda.driver.CUDADriverError):
+            pass  # the entry was evicted or is unreadable now; the bytes are at hand
+    module = cuda.function.Module()
+    module.load(cubin.data)
+    return module

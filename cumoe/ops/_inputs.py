@@ -1,0 +1,144 @@
+"""Checks that several ops share."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from cumoe.arrays.check import (
+    require_choice,
+    require_contiguous,
+    require_dtype,
+    require_ndim,
+    require_shape,
+)
+from cumoe.arrays.exchange import optional_view
+from cumoe.arrays.view import ArrayView
+from cumoe.errors import ArgumentError
+from cumoe.plan.moe_align_block_size import MAX_EXPERTS
+from cumoe.plan.scales import GROUP_SIZE, SCALE_FORMATS, SCALE_LAYOUTS, ScaleLayout
+
+INT32_MAX = 2**31 - 1
+INT64_MAX = 2**63 - 1
+
+
+def require_group_size(group_size: int) -> None:
+    """Groups of 128, the block of block-FP8 checkpoints, are what there is."""
+    require_choice(group_size, "group_size", [GROUP_SIZE])
+
+
+def require_scale(scale_format: str, scale_layout: str = "row") -> None:
+    """Names of a scale format and a scale layout."""
+    require_choice(scale_format, "scale_format", SCALE_FORMATS)
+    require_choice(scale_layout, "scale_layout", SCALE_LAYOUTS)
+
+
+def require_rows(v: ArrayView, name: str) -> tuple[int, int, int]:
+    """Rows, columns and row stride of an array whose leading dimensions flatten to rows."""
+    if not v.shape:
+        raise ArgumentError(f"{name}: want at least 1 dimension, got a scalar")
+    *leading, columns = v.shape
+    rows = math.prod(leading)
+    if columns > 1 and v.strides[-1] != 1 and rows:
+        raise ArgumentError(
+            f"{name}: want its last dimension contiguous, got strides {list(v.strides)}; "
+            f"pass {name}.contiguous()"
+        )
+    return rows, columns, _row_stride(v, name, columns)
+
+
+def _row_stride(v: ArrayView, name: str, columns: int) -> int:
+    stride, expected = columns, None
+    for size, step in zip(reversed(v.shape[:-1]), reversed(v.strides[:-1]), strict=True):
+        if size == 1:
+            continue
+        if expected is None:
+            stride = step
+        elif step != expected:
+            raise ArgumentError(
+                f"{name}: want leading dimensions that flatten to rows, got shape "
+                f"{list(v.shape)} with strides {list(v.strides)}; pass {name}.contiguous()"
+            )
+        expected = step * size
+    return stride
+
+
+def require_limit(limit: float | None, name: str) -> float | None:
+    """The clamp's bound, None where there is none."""
+    if limit is None or limit == math.inf:
+        return None
+    if not limit > 0:
+        raise ArgumentError(f"{name}: want a positive number, None or inf, got {limit!r}")
+    return float(limit)
+
+
+def require_alpha_beta(alpha: float, beta: float, prefix: str = "") -> None:
+    """The two scalars of the activation."""
+    if not (math.isfinite(alpha) and alpha > 0):
+        raise ArgumentError(f"{prefix}alpha: want a finite positive number, got {alpha!r}")
+    require_finite(beta, f"{prefix}beta")
+
+
+def require_finite(value: float, name: str) -> None:
+    """A scalar is neither infinite nor NaN."""
+    if not math.isfinite(value):
+        raise ArgumentError(f"{name}: want a finite number, got {value!r}")
+
+
+def expert_map_view(expert_map: Any) -> ArrayView | None:
+    """The view of a checked expert_map."""
+    v = optional_view(expert_map, "expert_map")
+    if v is not None:
+        require_dtype(v, "expert_map", "int32")
+        require_ndim(v, "expert_map", 1, "[num_experts]")
+        require_contiguous(v, "expert_map")
+    return v
+
+
+def id_space(num_experts: int | None, expert_map: ArrayView | None, default: int) -> int:
+    """Size of the space of topk_ids."""
+    if expert_map is None:
+        size = default if num_experts is None else num_experts
+    else:
+        size = expert_map.shape[0]
+        if num_experts is not None and num_experts != size:
+            raise ArgumentError(
+                f"num_experts: want {size}, the length of expert_map, got {num_experts}"
+            )
+    if size < 1:
+        raise ArgumentError(f"num_experts: want at least 1, got {size}")
+    return size
+
+
+def require_expert_count(num_experts: int, name: str = "num_experts") -> None:
+    """The expert sort keeps a counter per expert in shared memory."""
+    if num_experts > MAX_EXPERTS:
+        raise ArgumentError(f"{name}: want at most {MAX_EXPERTS}, got {num_experts}")
+
+
+def require_output(v: ArrayView, name: str, shape: tuple[int, ...], dtype: str) -> None:
+    """A caller's output: exactly this shape and dtype, contiguous."""
+    require_dtype(v, name, dtype)
+    require_shape(v, name, *shape)
+    require_contiguous(v, name)
+
+
+def require_scale_output(v: ArrayView, shape: tuple[int, ...], layout: ScaleLayout) -> None:
+    """A caller's out_scale: the shape and the strides of its layout."""
+    require_dtype(v, "out_scale", layout.dtype)
+    require_shape(v, "out_scale", *shape)
+    strides = v.strides
+    if shape != layout.shape:  # row-major scales of an x with more than two dimensions
+        require_contiguous(v, "out_scale")
+        return
+    for size, stride, wanted in zip(shape, strides, layout.strides, strict=True):
+        if size > 1 and 0 not in shape and stride != wanted:
+            raise ArgumentError(
+                f"out_scale: want strides {list(layout.strides)} for this scale_layout, "
+                f"got {list(strides)}; leave out_scale out to see the layout"
+            )
+
+
+def is_aligned(ptr: int, stride: int, item_bytes: int, to: int) -> bool:
+    """Whether every row of a matrix starts at a multiple of ``to`` bytes."""
+    return ptr % to == 0 and (stride * item_bytes) % to == 0

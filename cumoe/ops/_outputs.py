@@ -1,0 +1,35 @@
+"""Outputs that an op allocates, and reference results in the caller's arrays."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from cumoe.arrays.exchange import from_numpy, to_numpy
+from cumoe.arrays.view import ArrayView
+from cumoe.launch import memory
+from cumoe.plan.scales import ScaleLayout
+
+
+def new_output(like: ArrayView, shape: tuple[int, ...], dtype: str) -> Any:
+    """A contiguous output in the framework and on the device of ``like``."""
+    return memory.empty(like.framework, like.device, shape, dtype)
+
+
+def new_scale(like: ArrayView, shape: tuple[int, ...], layout: ScaleLayout) -> Any:
+    """A scale array of this layout: its view of storage that may have padding rows."""
+    if layout.strides[1] == 1:
+        return new_output(like, shape, layout.dtype)
+    storage = new_output(like, (layout.shape[1], layout.rows), layout.dtype)
+    return storage[:, : layout.shape[0]].T
+
+
+def optional_host(v: ArrayView | None) -> np.ndarray[Any, Any] | None:
+    """`to_numpy`, or None for None."""
+    return None if v is None else to_numpy(v)
+
+
+def deliver(v: ArrayView | None, result: np.ndarray[Any, Any], framework: str) -> Any:
+    """The caller's own output, which the reference has filled, or a new one."""
+    return from_numpy(result, framework) if v is None else v.owner

@@ -1,0 +1,186 @@
+"""Plan of fused_experts_fp8: eight launches and one workspace.
+
+quantize x; sort slots (3); GEMM1; activate and quantize; GEMM2; combine.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import NamedTuple
+
+from cumoe.errors import ArgumentError
+from cumoe.plan import (
+    moe_align_block_size,
+    moe_gemm_fp8,
+    moe_sum,
+    per_token_group_quant_fp8,
+    silu_and_mul_quant_fp8,
+)
+from cumoe.plan.device import DeviceInfo
+from cumoe.plan.scales import GROUP_SIZE, ceil_to
+from cumoe.plan.spec import KernelSpec, Step
+
+ALIGNMENT = 256
+"""Of every region of the workspace, in bytes: what cudaMalloc gives."""
+
+
+class Problem(NamedTuple):
+    """One call, without its pointers."""
+
+    M: int
+    K: int
+    N: int
+    num_experts: int
+    num_local_experts: int
+    topk: int
+    ids: str
+    weight: str
+    has_map: bool
+    scale_format: str
+    clamp: bool
+    scaled: bool
+    weight_on_input: bool
+    x_aligned: bool
+    out_aligned: bool
+
+
+class Workspace(NamedTuple):
+    """Byte offsets of the regions; ``slots`` holds GEMM1's output, then GEMM2's."""
+
+    a: int
+    a_scale: int
+    counts: int
+    bases: int
+    sorted_token_ids: int
+    expert_ids: int
+    num_tokens_post_padded: int
+    slots: int
+    q: int
+    q_scale: int
+    total: int
+
+
+class Plan(NamedTuple):
+    """The launches in their order, and the workspace they share."""
+
+    quantize: Step
+    align: moe_align_block_size.Plan
+    align_problem: moe_align_block_size.Problem
+    gemm1: Step
+    activate: Step
+    gemm2: Step
+    combine: Step
+    block_m: int
+    workspace: Workspace
+
+    @property
+    def kernels(self) -> tuple[KernelSpec, ...]:
+        """Every kernel of the plan."""
+        align = (self.align.count_slots, self.align.scan_counts, self.align.scatter_slots)
+        steps = (self.quantize, *align, self.gemm1, self.activate, self.gemm2, self.combine)
+        return tuple(step.kernel for step in steps)
+
+
+@lru_cache(4096)
+def plan(problem: Problem, device: DeviceInfo) -> Plan:
+    """The whole call. ``M`` chooses the tile height and the grids, nothing else."""
+    p, arch = problem, device.arch
+    num_slots = p.M * p.topk
+    block_m = moe_gemm_fp8.choose_block_m(num_slots, p.num_experts)
+    align_problem = moe_align_block_size.Problem(
+        num_slots, block_m, p.num_experts, p.num_local_experts, p.ids, p.has_map
+    )
+    align = moe_align_block_size.plan(align_problem, arch)
+    gemm1 = moe_gemm_fp8.Problem(align.max_blocks, 2 * p.N, p.K, p.topk, block_m)
+    gemm2 = moe_gemm_fp8.Problem(align.max_blocks, p.K, p.N, 1, block_m)
+    return Plan(
+        quantize=per_token_group_quant_fp8.plan(
+            per_token_group_quant_fp8.Problem(
+                p.M,
+                p.K,
+                "bf16",
+                p.scale_format,
+                packed=False,
+                aligned=p.x_aligned,
+                row_weight=p.weight if p.weight_on_input else None,
+            ),
+            arch,
+        ),
+        align=align,
+        align_problem=align_problem,
+        gemm1=moe_gemm_fp8.plan(gemm1, device),
+        activate=silu_and_mul_quant_fp8.plan(
+            silu_and_mul_quant_fp8.Problem(
+                num_slots,
+                p.N,
+                p.scale_format,
+                packed=False,
+                clamp=p.clamp,
+                scaled=p.scaled,
+                ids=p.ids,
+                has_map=p.has_map,
+                aligned=True,
+            ),
+            arch,
+        ),
+        gemm2=moe_gemm_fp8.plan(gemm2, device),
+        combine=moe_sum.plan(
+            moe_sum.Problem(
+                p.M,
+                p.K,
+                p.topk,
+                None if p.weight_on_input else p.weight,
+                p.ids,
+                p.has_map,
+                p.out_aligned,
+            ),
+            arch,
+        ),
+        block_m=block_m,
+        workspace=workspace(p, align),
+    )
+
+
+def workspace(p: Problem, align: moe_align_block_size.Plan) -> Workspace:
+    """Offsets of the regions. In bytes, with S = M * topk and G = 128:
+
+    M K (1 + 4/G) + S N (1 + 4/G) + 2 S max(2N, K) + 4 (chunks + 1) E + 4 (capacity + blocks + 1)
+    """
+    S = p.M * p.topk
+    sizes = (
+        p.M * p.K,
+        p.M * (p.K // GROUP_SIZE) * 4,
+        align.chunks * p.num_local_experts * 4,
+        p.num_local_experts * 4,
+        align.capacity * 4,
+        align.max_blocks * 4,
+        4,
+        S * max(2 * p.N, p.K) * 2,
+        S * p.N,
+        S * (p.N // GROUP_SIZE) * 4,
+    )
+    offsets = [0]
+    for size in sizes:
+        offsets.append(ceil_to(offsets[-1] + size, ALIGNMENT))
+    return Workspace(*offsets)
+
+
+@lru_cache(4096)
+def tokens_per_call(problem: Problem, device: DeviceInfo, max_workspace_bytes: int | None) -> int:
+    """Most tokens, at most M, whose workspace fits into ``max_workspace_bytes``."""
+
+    def needed(tokens: int) -> int:
+        return plan(problem._replace(M=tokens), device).workspace.total
+
+    if max_workspace_bytes is None or needed(problem.M) <= max_workspace_bytes:
+        return problem.M
+    if needed(1) > max_workspace_bytes:
+        raise ArgumentError(
+            f"max_workspace_bytes: one token of this shape wants {needed(1)} bytes, "
+            f"got {max_workspace_bytes}; allow at least that much"
+        )
+    low, high = 1, problem.M  # needed(low) fits, needed(high) does not
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if needed(middle) <= max_workspace_bytes else (low, middle)
+    return low

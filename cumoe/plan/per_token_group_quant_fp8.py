@@ -1,0 +1,49 @@
+"""Plan of per_token_group_quant_fp8: 16 lanes a group, 16 groups a CTA."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import NamedTuple
+
+from cumoe.plan.codes import ABSENT, FLOAT_TYPE
+from cumoe.plan.scales import GROUP_SIZE, ceil_to
+from cumoe.plan.spec import LaunchSpec, Step, kernel_spec
+
+ABI = "PqPPPqqqq"
+THREADS = 256
+GROUPS_PER_CTA = THREADS // 16
+
+
+class Problem(NamedTuple):
+    """One quantization of an [M, K] matrix."""
+
+    rows: int
+    """Rows of the scale array, padding included."""
+    K: int
+    x_type: str
+    scale_format: str
+    packed: bool
+    aligned: bool
+    """Whether every row of x starts at a multiple of 16 bytes, and q at one of 8."""
+    row_weight: str | None = None
+    """Type of the weights that multiply the rows first."""
+
+
+@lru_cache(4096)
+def plan(problem: Problem, arch: str) -> Step:
+    """The kernel and its grid."""
+    p = problem
+    groups = p.K // GROUP_SIZE
+    kernel = kernel_spec(
+        "per_token_group_quant_fp8",
+        "per_token_group_quant_fp8",
+        arch,
+        K=p.K,
+        X_TYPE=FLOAT_TYPE[p.x_type],
+        UE8M0=p.scale_format == "ue8m0",
+        PACKED=p.packed,
+        ALIGNED=p.aligned,
+        ROW_WEIGHT=ABSENT if p.row_weight is None else FLOAT_TYPE[p.row_weight],
+    )
+    items = p.rows * (ceil_to(groups, 4) if p.packed else groups)
+    return Step(kernel, LaunchSpec(-(-items // GROUPS_PER_CTA), THREADS), ABI)

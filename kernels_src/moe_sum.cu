@@ -1,0 +1,57 @@
+// moe_sum: the top-k combine.
+//
+//   out[m, k] = bf16(factor * sum over j, ascending, of weight[m, j] * d[m * TOPK + j, k])
+//
+// fp32, each product rounded before it is added. Slots that are not computed on this rank are
+// skipped, not multiplied by 0: their rows of d and their weights may hold anything.
+#include "common/routing.cuh"
+#include "common/vec.cuh"
+
+static_assert(K % 8 == 0, "a thread owns 8 columns");
+static_assert(TOPK >= 1 && TOPK <= 64, "topk is 1 to 64");
+static_assert(WEIGHT >= -1 && WEIGHT <= FP32, "weights are absent (-1) or a FloatType");
+static_assert(IDS == INT32_IDS || IDS == INT64_IDS, "topk_ids is int32 or int64");
+
+DEVICE u32 pack_bf16x2(float low, float high) {
+    return u32(f32_to_bf16(low)) | u32(f32_to_bf16(high)) << 16;
+}
+
+extern "C" __global__ void __launch_bounds__(256) moe_sum(
+    const u16* __restrict__ d,               // [M * TOPK, K] bf16
+    const void* __restrict__ topk_weights,   // [M, TOPK] WEIGHT type, or unused
+    const void* __restrict__ topk_ids,       // [M, TOPK] IDS type
+    const i32* __restrict__ expert_map,      // [num_experts] or unused
+    u16* __restrict__ out,                   // [M, K] bf16, rows out_row_stride apart
+    i64 out_row_stride,                      // elements
+    i64 M,
+    i64 num_experts,
+    i64 num_local_experts,
+    float factor) {
+    const i64 thread = i64(blockIdx.x) * blockDim.x + threadIdx.x;
+    const i64 token = thread / (K / 8);
+    const int column = int(thread % (K / 8)) * 8;
+    if (token >= M) return;
+    float sum[8] = {};
+    for (int j = 0; j < TOPK; j++) {
+        const i64 slot = token * TOPK + j;
+        if (local_expert<IDS, MAP>(topk_ids, slot, expert_map, num_experts, num_local_experts) < 0)
+            continue;
+        float w = 1.0f;
+        if constexpr (WEIGHT >= 0) w = load_float<WEIGHT>(topk_weights, slot);
+        float v[8];
+        load8<BF16, true>(d, slot * K + column, v);
+#pragma unroll
+        for (int i = 0; i < 8; i++) sum[i] = sum[i] + w * v[i];
+    }
+#pragma unroll
+    for (int i = 0; i < 8; i++) sum[i] *= factor;
+    u16* to = out + token * out_row_stride + column;
+    if constexpr (ALIGNED) {
+        *reinterpret_cast<uint4*>(to) =
+            make_uint4(pack_bf16x2(sum[0], sum[1]), pack_bf16x2(sum[2], sum[3]),
+                       pack_bf16x2(sum[4], sum[5]), pack_bf16x2(sum[6], sum[7]));
+    } else {
+#pragma unroll
+        for (int i = 0; i < 8; i++) to[i] = f32_to_bf16(sum[i]);
+    }
+}
