@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Iterator
 from functools import cache
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -21,6 +23,25 @@ def _gpu_missing() -> str | None:
 
     count = cupy.cuda.runtime.getDeviceCount()
     return None if count else "no CUDA device on this machine"
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--record", metavar="FILE", help="write the outcome of a GPU run to FILE")
+
+
+def pytest_terminal_summary(
+    terminalreporter: pytest.TerminalReporter, config: pytest.Config
+) -> None:
+    """The proof of a run on a GPU: outcome, device, compilers, and digests of what ran."""
+    if (path := config.getoption("--record")) is None:
+        return
+    from bench.environment import environment
+
+    outcomes = ("passed", "failed", "error", "skipped")
+    counts = {o: len(terminalreporter.stats.get(o, [])) for o in outcomes}
+    counts["gpu_passed"] = sum("gpu" in r.keywords for r in terminalreporter.stats["passed"])
+    record = {**environment(), "counts": counts}
+    Path(path).write_text(json.dumps(record, indent=2) + "\n")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -1,0 +1,1 @@
+"""Measurements and records of GPU runs."""

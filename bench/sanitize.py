@@ -1,0 +1,94 @@
+"""Every kernel on small shapes under compute-sanitizer: ``python -m bench.sanitize --out FILE``.
+
+With ``--workload`` it only runs the kernels, each array in a cudaMalloc of its own so that one byte
+past an array is seen.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+TOOLS = ("memcheck", "racecheck", "synccheck")
+
+
+def main() -> int:
+    """Writes one line per tool; 1 where a tool reported anything."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--workload", action="store_true")
+    parser.add_argument("--out", type=Path)
+    arguments = parser.parse_args()
+    if arguments.workload:
+        workload()
+        return 0
+    results = {tool: _run_tool(tool) for tool in TOOLS}
+    if arguments.out:
+        from bench.environment import environment
+
+        record = {**environment(), "errors": results}
+        arguments.out.write_text(json.dumps(record, indent=2) + "\n")
+    return int(any(results.values()))
+
+
+def _run_tool(tool: str) -> int:
+    """Number of errors that the tool saw, -1 where it did not finish."""
+    command = ["compute-sanitizer", "--tool", tool, sys.executable, "-m", "bench.sanitize"]
+    done = subprocess.run([*command, "--workload"], capture_output=True, text=True)
+    found = re.search(r"(?:ERROR|RACECHECK) SUMMARY: (\d+)", done.stdout)
+    errors = int(found[1]) if found and done.returncode == 0 else -1
+    print(f"{tool}: {errors} errors")
+    if errors:
+        print(done.stdout[-4000:], done.stderr[-2000:])
+    return errors
+
+
+def workload() -> None:
+    """Every kernel, every compile-time branch of it, on shapes around its tile edges."""
+    import cupy
+    import numpy as np
+
+    import cumoe
+
+    cupy.cuda.set_allocator(cupy.cuda.memory._malloc)
+    rng = np.random.default_rng(5)
+    put = cupy.asarray
+
+    def bf16(*shape: int) -> Any:
+        return put((rng.standard_normal(shape, np.float32).view(np.uint32) >> 16).astype(np.uint16))
+
+    def ids(rows: int, topk: int, experts: int, dtype: type) -> Any:
+        return put(rng.integers(-2, experts + 2, (rows, topk)).astype(dtype))
+
+    layouts = [("fp32", k) for k in ("row", "column", "tma")] + [("ue8m0", "packed")]
+    for (scale_format, layout), rows in itertools.product(layouts, (1, 17)):
+        named: dict[str, Any] = {"scale_format": scale_format, "scale_layout": layout}
+        for dtype in (np.float16, np.float32):
+            x = put(rng.standard_normal((rows, 640)).astype(dtype))
+            cumoe.per_token_group_quant_fp8(x, **named)
+        cumoe.per_token_group_quant_fp8(bf16(rows, 641)[:, 1:], **named)
+        for id_type in (np.int32, np.int64):
+            cumoe.silu_and_mul_quant_fp8(
+                bf16(rows, 768), limit=7.0, alpha=1.7, topk_ids=ids(rows, 1, 8, id_type),
+                expert_map=put(np.array([0, -1, 1, 9, 2, -1, 3, -5], np.int32)), **named,
+            )  # fmt: skip
+    for rows, experts, block in ((0, 3, 16), (1, 1, 1), (33, 257, 16), (500, 4096, 64)):
+        cumoe.moe_align_block_size(ids(rows, 6, experts, np.int64), block, experts)
+    for M, topk in ((1, 2), (19, 3), (150, 2)):
+        E, K, N = 4, 256, 128
+        w1, w2 = (put(rng.integers(0, 0x78, s, np.uint8)) for s in ((E, 2 * N, K), (E, K, N)))
+        scale1, scale2 = (put(rng.random(s, np.float32)) for s in ((E, 2, 2), (E, 2, 1)))
+        cumoe.fused_experts_fp8(
+            bf16(M, K), w1, w2, put(rng.random((M, topk), np.float32)),
+            ids(M, topk, E, np.int32), w1_scale=scale1, w2_scale=scale2,
+        )  # fmt: skip
+    cupy.cuda.runtime.deviceSynchronize()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,135 @@
+"""Views tell the truth about arrays of each framework, and move nothing."""
+
+from __future__ import annotations
+
+import ml_dtypes
+import numpy as np
+import pytest
+import torch
+
+from cumoe.arrays import check
+from cumoe.arrays.exchange import from_numpy, to_numpy, view
+from cumoe.arrays.view import CPU, ArrayView, Device
+from cumoe.errors import ArgumentError, DeviceMismatchError, DTypeError, UnsupportedDeviceError
+
+
+@pytest.mark.parametrize(
+    ("dtype", "name"),
+    [
+        (np.float32, "fp32"),
+        (np.float16, "fp16"),
+        (ml_dtypes.bfloat16, "bf16"),
+        (ml_dtypes.float8_e4m3fn, "e4m3"),
+        (np.uint8, "uint8"),
+        (np.int64, "int64"),
+        (np.float64, "float64"),
+    ],
+)
+def test_numpy_facts(dtype, name):
+    a = np.zeros((4, 6), dtype)[:, 1:4]
+    v = view(a, "a")
+    assert (v.shape, v.strides, v.dtype, v.device, v.framework) == (
+        (4, 3), (6, 1), name, CPU, "numpy",
+    )  # fmt: skip
+    assert v.ptr == a.__array_interface__["data"][0]
+    assert not v.is_contiguous
+
+
+@pytest.mark.parametrize(
+    ("dtype", "name"),
+    [
+        (torch.float32, "fp32"),
+        (torch.bfloat16, "bf16"),
+        (torch.float8_e4m3fn, "e4m3"),
+        (torch.int32, "int32"),
+        (torch.float8_e5m2, "float8_e5m2"),
+    ],
+)
+def test_torch_facts(dtype, name):
+    t = torch.zeros(4, 6, dtype=torch.uint8).to(dtype).T
+    v = view(torch.nn.Parameter(t, requires_grad=False), "t")
+    assert (v.shape, v.strides, v.dtype, v.framework) == ((6, 4), (1, 6), name, "torch")
+    assert v.ptr == t.data_ptr()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn, torch.float32])
+def test_torch_to_numpy_and_back_shares_memory(dtype):
+    t = torch.arange(12.0).reshape(3, 4).to(dtype)
+    a = to_numpy(view(t, "t"))
+    assert a.astype(np.float32).tolist() == t.float().tolist()
+    back = from_numpy(a, "torch")
+    assert (back.dtype, back.data_ptr()) == (dtype, t.data_ptr())
+
+
+def test_a_gradient_does_not_hinder():
+    assert to_numpy(view(torch.ones(2, requires_grad=True), "t")).tolist() == [1, 1]
+
+
+@pytest.mark.parametrize("thing", [[1.0], 3, None, "x"])
+def test_no_array_is_a_type_error(thing):
+    with pytest.raises(DTypeError, match="x: want a NumPy, torch or CuPy array, got builtins"):
+        view(thing, "x")
+
+
+def test_a_meta_tensor_is_refused():
+    with pytest.raises(UnsupportedDeviceError, match="meta"):
+        view(torch.empty(2, device="meta"), "x")
+
+
+def fake(ptr=0, shape=(4,), strides=(1,), dtype="fp32", device=CPU) -> ArrayView:
+    return ArrayView(ptr, shape, strides, dtype, device, "numpy", None)
+
+
+@pytest.mark.parametrize(
+    ("shape", "strides", "contiguous"),
+    [
+        ((2, 3), (3, 1), True),
+        ((2, 3), (4, 1), False),
+        ((1, 3), (99, 1), True),
+        ((2, 1), (1, 7), True),
+        ((0, 3), (7, 7), True),
+        ((3, 2), (1, 3), False),
+        ((), (), True),
+    ],
+)
+def test_contiguity(shape, strides, contiguous):
+    assert fake(shape=shape, strides=strides).is_contiguous is contiguous
+
+
+def test_extent_covers_negative_strides():
+    assert fake(ptr=100, shape=(3, 2), strides=(-2, 1)).extent == (100 - 16, 100 + 8)
+    assert fake(ptr=100, shape=(0,)).extent == (100, 100)
+
+
+def test_same_device():
+    gpu = fake(device=Device("cuda", 1))
+    assert check.require_same_device([("a", gpu), ("b", None)]) == Device("cuda", 1)
+    with pytest.raises(DeviceMismatchError, match="b: want it on cuda:1, where a is, got cpu"):
+        check.require_same_device([("a", gpu), ("b", fake())])
+
+
+@pytest.mark.parametrize(("start", "overlaps"), [(0, True), (12, True), (16, False), (116, False)])
+def test_overlap(start, overlaps):
+    out = fake(ptr=start)
+    inputs = [("x", fake(ptr=0))]
+    if overlaps:
+        with pytest.raises(ArgumentError, match="out: must not overlap x"):
+            check.require_no_overlap(out, "out", inputs)
+    else:
+        check.require_no_overlap(out, "out", inputs)
+
+
+def test_bytes_stand_for_the_narrow_types():
+    assert check.require_dtype(fake(dtype="uint8"), "w", "e4m3") == "e4m3"
+    assert check.require_dtype(fake(dtype="uint16"), "x", "fp16", "bf16") == "bf16"
+    with pytest.raises(DTypeError, match="x: want bf16, got fp16"):
+        check.require_dtype(fake(dtype="fp16"), "x", "bf16")
+
+
+def test_importing_the_library_touches_nothing():
+    import subprocess
+    import sys
+
+    code = "import sys, cumoe; print([m for m in ('cupy', 'torch') if m in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"

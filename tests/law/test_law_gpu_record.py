@@ -1,0 +1,51 @@
+"""The GPU record in the tree vouches for the kernels in the tree."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from bench.digest import kernels_digest
+
+RESULTS = Path(__file__).parents[2] / "bench" / "results" / "h200"
+PENDING = RESULTS / "pending.md"
+
+
+def untested(recorded: dict[str, str], current: dict[str, str], pending: str) -> list[str]:
+    """Ops whose code is not the code that was recorded, and that `pending` does not own up to."""
+    changed = [stem for stem in current if recorded.get(stem) != current[stem]]
+    return [stem for stem in changed if stem not in pending]
+
+
+def test_record_is_of_these_kernels():
+    record = json.loads((RESULTS / "tests.json").read_text())
+    pending = PENDING.read_text() if PENDING.exists() else ""
+    assert untested(record["kernels_digest"], kernels_digest(), pending) == []
+
+
+def test_record_is_of_a_run_that_passed():
+    record = json.loads((RESULTS / "tests.json").read_text())
+    counts = record["counts"]
+    assert (counts["failed"], counts["error"]) == (0, 0)
+    assert counts["gpu_passed"] > 100
+    assert "H200" in record["device"]
+
+
+def test_sanitizers_found_nothing():
+    record = json.loads((RESULTS / "sanitizer.json").read_text())
+    assert record["errors"] == {"memcheck": 0, "racecheck": 0, "synccheck": 0}
+
+
+@pytest.mark.parametrize(
+    ("recorded", "pending", "expected"),
+    [
+        ({"a": "1", "b": "2"}, "", []),
+        ({"a": "1", "b": "3"}, "", ["b"]),
+        ({"a": "1"}, "", ["b"]),
+        ({"a": "1", "b": "3"}, "- b: no GPU was free", []),
+    ],
+)
+def test_a_changed_kernel_is_seen(recorded, pending, expected):
+    assert untested(recorded, {"a": "1", "b": "2"}, pending) == expected

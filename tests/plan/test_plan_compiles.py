@@ -1,0 +1,36 @@
+"""Every kernel of a layer compiles for every architecture, without a GPU, in seconds."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from cumoe.plan.device import H200, DeviceInfo
+from cumoe.plan.enumerate import layer_specs
+from cumoe.store import store
+
+GLM_TP8 = {"K": 6144, "N": 256, "num_experts": 256, "topk": 8}
+SMEM = {"sm_89": 101_376, "sm_90a": 232_448, "sm_100a": 232_448, "sm_120a": 101_376}
+
+
+@pytest.mark.parametrize("arch", SMEM)
+def test_a_layer_compiles_for(arch):
+    device = DeviceInfo(arch, 132, SMEM[arch])
+    report = store.build(layer_specs(device, K=512, N=256, num_experts=8, topk=2, clamp=True))
+    assert report.failures == ()
+    assert len(report.cubins) >= 9
+
+
+def test_cold_compile_of_a_layer_takes_seconds(monkeypatch, tmp_path):
+    from cumoe import _settings
+
+    monkeypatch.setenv("CUMOE_CACHE_DIR", str(tmp_path))
+    _settings.settings.cache_clear()
+    store.forget()
+    start = time.perf_counter()
+    report = store.build(layer_specs(H200, **GLM_TP8))
+    seconds = time.perf_counter() - start
+    _settings.settings.cache_clear()
+    assert (report.failures, store.stats().compiled) == ((), len(report.cubins))
+    assert seconds < 5
