@@ -1,0 +1,196 @@
+"""Real processes on one cold cache: released together, without locks, killed."""
+
+from __future__ import annotations
+
+import hashlib
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cumoe.plan.spec import kernel_spec
+from cumoe.store import disk, key, store
+from tests.helpers import child
+
+SPEC = kernel_spec("tiny", "tiny", "sm_90a", A=5)
+
+PRELUDE = """
+import dataclasses, fcntl, hashlib, os, sys, threading, time
+from pathlib import Path
+from cumoe.plan.spec import kernel_spec
+from cumoe.store import disk, key, nvrtc, source, store
+from tests.helpers.child import at_barrier, report
+source.kernels_root = lambda: Path(sys.argv[1])
+SPEC = kernel_spec("tiny", "tiny", "sm_90a", A=5)
+CACHE = Path(os.environ["CUMOE_CACHE_DIR"])
+"""
+RACER = """
+compiler = nvrtc.compile
+def slow(*args):
+    time.sleep(0.3)  # so that all arrive before the first has done
+    return compiler(*args)
+nvrtc.compile = slow
+nvrtc.nvrtc_build()  # imports and loading are over when the race starts
+at_barrier()
+data = store.get(SPEC).data
+report(sha256=hashlib.sha256(data).hexdigest(), **dataclasses.asdict(store.stats()))
+"""
+NO_LOCKS = """
+def flock(fd, operation):
+    raise OSError(37, "No locks available")
+fcntl.flock = flock
+"""
+
+
+def _start(code: str, kernels: Path, cache: Path, cwd: Path | None = None) -> child.Child[str]:
+    return child.start(PRELUDE + code, kernels, cwd=cwd, CUMOE_CACHE_DIR=str(cache))
+
+
+def _race(code: str, kernels: Path, cache: Path) -> list[dict[str, Any]]:
+    """What 8 processes report that ran `code` at once, each in a working directory of its own."""
+    children = []
+    for i in range(8):
+        cwd = kernels.parent / f"cwd{i}"
+        cwd.mkdir()
+        children.append(_start(code, kernels, cache, cwd))
+    try:
+        for process in children:
+            child.wait_ready(process)
+        child.release(children)
+        return [child.result(process) for process in children]
+    finally:
+        for process in children:
+            child.end(process)
+
+
+def _check_cache(cache: Path, sha256: set[str]) -> None:
+    """One whole entry with the bytes that all processes had, and nothing temporary."""
+    name = key.digest(key.fields(SPEC))
+    data = disk.read(cache, name).data
+    assert data is not None
+    assert sha256 == {hashlib.sha256(data).hexdigest()}
+    files = {path.name for path in cache.rglob("*") if path.is_file()}
+    assert files == {f"{name}.cubin", f"{name}.json", f"{name}.lock"}
+
+
+def test_eight_processes_compile_once(kernels: Path, cache: Path) -> None:
+    facts = _race(RACER, kernels, cache)
+    assert sum(f["compiled"] for f in facts) == 1
+    assert sum(f["disk_hits"] for f in facts) == 7
+    assert sum(f["damaged"] for f in facts) == 0
+    _check_cache(cache, {f["sha256"] for f in facts})
+
+
+def test_eight_processes_without_locks_agree(kernels: Path, cache: Path) -> None:
+    facts = _race(NO_LOCKS + RACER, kernels, cache)
+    assert all(f["compiled"] + f["disk_hits"] == 1 for f in facts)
+    assert sum(f["compiled"] for f in facts) > 1  # else the race did not happen
+    assert sum(f["damaged"] for f in facts) == 0
+    _check_cache(cache, {f["sha256"] for f in facts})
+
+
+def test_a_killed_lock_holder_holds_nobody_up(kernels: Path, cache: Path) -> None:
+    holder = _start(
+        "with disk.lock(CACHE, key.digest(key.fields(SPEC)), 'k') as held:\n"
+        "    assert held\n"
+        "    at_barrier()\n",
+        kernels,
+        cache,
+    )
+    waiter = _start(
+        "nvrtc.nvrtc_build()\n"
+        "wait = disk._wait\n"
+        "def tell(*args):\n"
+        "    print('waiting', flush=True)\n"
+        "    return wait(*args)\n"
+        "disk._wait = tell\n"
+        "at_barrier()\n"
+        "store.get(SPEC)\n"
+        "report(at=time.time(), compiled=store.stats().compiled)\n",
+        kernels,
+        cache,
+    )
+    try:
+        child.wait_ready(holder)
+        child.wait_ready(waiter)
+        child.release([waiter])
+        assert waiter.stdout is not None
+        assert waiter.stdout.readline() == "waiting\n"
+        time.sleep(0.2)
+        assert waiter.poll() is None
+        killed_at = time.time()
+        holder.send_signal(signal.SIGKILL)
+        facts = child.result(waiter)
+    finally:
+        child.end(holder)
+        child.end(waiter)
+    assert facts["compiled"] == 1
+    assert 0 <= facts["at"] - killed_at < 3
+
+
+def test_a_process_killed_while_it_writes_leaves_a_stray_only(
+    kernels: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    writer = _start(
+        "replace = os.replace\n"
+        "def stop_before_the_cubin(a, b):\n"
+        "    if str(b).endswith('.cubin'):\n"
+        "        at_barrier()\n"
+        "    replace(a, b)\n"
+        "os.replace = stop_before_the_cubin\n"
+        "store.get(SPEC)\n",
+        kernels,
+        cache,
+    )
+    try:
+        child.wait_ready(writer)
+    finally:
+        child.end(writer)
+    assert len(list(cache.rglob("*.tmp"))) == 1
+    assert store.lookup(SPEC) is None
+    monkeypatch.setattr(disk, "STRAY_AGE_S", -1.0)  # every stray is old
+    data = store.get(SPEC).data
+    assert store.stats().compiled == 1
+    assert store.stats().damaged == 0
+    _check_cache(cache, {hashlib.sha256(data).hexdigest()})
+
+
+def test_a_child_forked_during_a_compile_is_not_locked_out(kernels: Path, cache: Path) -> None:
+    parent = _start(
+        "compiling, go_on = threading.Event(), threading.Event()\n"
+        "compiler = nvrtc.compile\n"
+        "def stuck(*args):\n"
+        "    compiling.set()\n"
+        "    go_on.wait()\n"
+        "    return compiler(*args)\n"
+        "nvrtc.compile = stuck\n"
+        "disk.LOCK_TIMEOUT_S = 0.2\n"
+        "thread = threading.Thread(target=store.get, args=(SPEC,))\n"
+        "thread.start()\n"
+        "compiling.wait()\n"
+        "import warnings\n"
+        "warnings.simplefilter('ignore')  # a fork beside threads is what this is about\n"
+        "pid = os.fork()\n"
+        "if pid == 0:\n"
+        "    nvrtc.compile = compiler\n"
+        "    store.get(SPEC)\n"
+        "    os._exit(7)\n"
+        "deadline = time.monotonic() + 20\n"
+        "ended, status = 0, 0\n"
+        "while not ended and time.monotonic() < deadline:\n"
+        "    ended, status = os.waitpid(pid, os.WNOHANG)\n"
+        "    time.sleep(0.02)\n"
+        "if not ended:\n"
+        "    os.kill(pid, 9)\n"
+        "go_on.set()\n"
+        "thread.join()\n"
+        "report(ended=bool(ended), code=os.waitstatus_to_exitcode(status))\n",
+        kernels,
+        cache,
+    )
+    try:
+        assert child.result(parent) == {"ended": True, "code": 7}
+    finally:
+        child.end(parent)
