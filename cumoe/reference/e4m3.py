@@ -30,11 +30,14 @@ FP32_MANTISSA_BITS = 23
 def to_e4m3(values: F32) -> Array:
     """Nearest e4m3, ties to even, saturating at +-448; code 0x7F for every NaN."""
     _require_float32(values)
-    codes = np.clip(values, -E4M3_MAX, E4M3_MAX).astype(E4M3)
-    codes.view(np.uint8)[np.isnan(values)] = E4M3_NAN_CODE
+    is_nan = np.isnan(values)
+    numbers = np.where(is_nan, np.float32(0), values)
+    codes = np.clip(numbers, -E4M3_MAX, E4M3_MAX).astype(E4M3)
+    codes.view(np.uint8)[is_nan] = E4M3_NAN_CODE
     return codes
 
 
+@np.errstate(over="ignore", invalid="ignore")
 def to_bf16(values: F32) -> Array:
     """Nearest bf16, ties to even; what lies beyond the largest bf16 becomes an infinity."""
     _require_float32(values)

@@ -29,7 +29,8 @@ def nearest_e4m3(values: np.ndarray) -> np.ndarray:
     The largest is the nearest to all that lies beyond it, infinity included: saturation.
     """
     values = np.asarray(values)
-    magnitude = np.minimum(np.abs(values.astype(np.float64)), 1e6)[..., None]
+    numbers = np.where(np.isnan(values), 0, values).astype(np.float64)
+    magnitude = np.minimum(np.abs(numbers), 1e6)[..., None]
     distance = np.abs(E4M3_VALUES[:E4M3_NAN] - magnitude)
     is_odd = np.arange(E4M3_NAN) & 1
     nearest = distance == distance.min(axis=-1, keepdims=True)
