@@ -10,6 +10,7 @@ import numpy as np
 
 from cumoe.checkpoint.experts import BLOCK
 from cumoe.checkpoint.safetensors import Array
+from cumoe.errors import CheckpointError
 
 EXPERTS, HIDDEN, INTERMEDIATE, TOP_K = 8, 512, 256, 2
 
@@ -35,12 +36,19 @@ def write_demo(folder: str | Path, *, seed: int = 0) -> Path:
 
     8 experts, hidden size 512, intermediate size 256, two experts per token, with a router, a
     correction bias and a ``config.json``: about 3 MB. The same seed gives the same file.
+
+    Raises: CheckpointError where the folder holds a checkpoint already: it is not overwritten.
     """
     from safetensors.numpy import save_file
 
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / "model.safetensors"
+    for file in (path, folder / "config.json"):
+        if file.exists():
+            raise CheckpointError(
+                f"{file}: wanted a folder without a checkpoint, found one; name another folder"
+            )
     save_file(demo_tensors(seed), path)
     (folder / "config.json").write_text(json.dumps(_CONFIG, indent=2) + "\n")
     return path

@@ -1,0 +1,52 @@
+"""The command ``cumoe``: parses, and prints what others compute.
+
+Exit status: 0 done, 1 failed, 2 a command line that cannot be understood.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from typing import NoReturn
+
+from cumoe._version import __version__
+from cumoe.cli import demo, run
+from cumoe.errors import CumoeError
+
+_COMMANDS = (demo, run)  # each has add_to(subparsers), which sets `execute` of the parsed line
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        """One line instead of argparse's usage and error."""
+        self.exit(2, f"cumoe: error: {message}; see {self.prog} --help\n")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs one command line (by default the process's own); returns its exit status."""
+    args = parser().parse_args(argv)
+    try:
+        status: int = args.execute(args)
+    except (CumoeError, OSError) as error:
+        return _fail(str(error))
+    except MemoryError:
+        return _fail("out of memory; free some, or use a smaller layer or fewer tokens")
+    except KeyboardInterrupt:
+        return _fail("interrupted")
+    return status
+
+
+def parser() -> argparse.ArgumentParser:
+    """The parser of every command."""
+    top = _Parser(prog="cumoe", description="FP8 Mixture-of-Experts kernels compiled at run time.")
+    top.add_argument("--version", action="version", version=f"cumoe {__version__}")
+    subparsers = top.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    for command in _COMMANDS:
+        command.add_to(subparsers)
+    return top
+
+
+def _fail(message: str) -> int:
+    print(f"cumoe: error: {message}", file=sys.stderr)
+    return 1
