@@ -76,6 +76,12 @@ def test_a_bit_flipped_anywhere_in_the_cubin_is_damage(tmp_path: Path) -> None:
         assert disk.read(tmp_path, KEY) == (None, "its SHA-256 differs from the manifest's")
 
 
+def test_a_cut_cubin_is_named_by_its_size(tmp_path: Path) -> None:
+    path = _publish(tmp_path)
+    os.truncate(path, 100)
+    assert disk.read(tmp_path, KEY) == (None, f"100 bytes, not {len(DATA)}")
+
+
 def test_a_bit_flipped_in_the_manifest_never_gives_other_bytes(tmp_path: Path) -> None:
     path = _publish(tmp_path).with_suffix(".json")
     good = path.read_bytes()
