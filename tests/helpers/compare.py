@@ -6,6 +6,7 @@ import ml_dtypes
 import numpy as np
 
 E4M3 = np.dtype(ml_dtypes.float8_e4m3fn)
+GROUP = 128
 
 
 def row_errors(got: np.ndarray, want: np.ndarray) -> np.ndarray:
@@ -115,6 +116,37 @@ def assert_codes_close(
             f"{name}: {found:.1e} of the codes are off by one, at most {share:.1e}"
         )
     return found
+
+
+def assert_activations_close(
+    got: tuple[np.ndarray, np.ndarray],
+    want: tuple[np.ndarray, np.ndarray],
+    share: float,
+    name: str = "activations",
+) -> None:
+    """Codes and scales of quantized activations, equal but for a rounding to bf16 here and there.
+
+    An activation that is rounded the other way moves by one bf16 ulp and its code by at most one;
+    this may happen to ``share`` of all codes, rounded up to a whole one. Where it is the largest of
+    its group, the fp32 scale moves by the same ulp and any code of the group by at most one: that
+    counts once. Scales that are powers of two, or their exponents, must be equal.
+    """
+    (q, scale), (want_q, want_scale) = got, want
+    _require_same_shape(scale, want_scale, f"{name}: scales")
+    moved = (_bytes(scale) != _bytes(want_scale)).any(axis=-1)
+    if moved.any():
+        if scale.dtype != np.float32 or not (np.frexp(want_scale[moved])[0] != 0.5).all():
+            assert_bitwise_equal(scale, want_scale, f"{name}: scales")
+        # A bf16 ulp is at most 2^-7 of the smaller value; both scales are rounded to fp32.
+        pair = np.sort([scale[moved], want_scale[moved]], axis=0)
+        assert_within(pair[1], pair[0], pair[0] * (2.0**-7 + 2.0**-22), f"{name}: scales")
+    assert_codes_close(q, want_q, 1.0, f"{name}: codes")
+    off = q.view(np.uint8) != want_q.view(np.uint8)
+    if scale.dtype == np.float32:
+        off = off.reshape(*moved.shape, GROUP) & ~moved[..., None]
+    count, allowed = int(off.sum() + moved.sum()), int(np.ceil(share * q.size))
+    if count > allowed:
+        raise AssertionError(f"{name}: {count} of {q.size} values are off, at most {allowed}")
 
 
 def _float64_rows(got: np.ndarray, want: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

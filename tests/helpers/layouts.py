@@ -1,0 +1,83 @@
+"""Arrays inside larger allocations: odd addresses, gaps between rows, padded columns.
+
+A view is cut on the backend, so that its address and strides are those that the caller would have.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from tests.helpers.backends import NumpyBackend
+from tests.helpers.cases import POISON_SCALE, POISON_WORD
+
+GUARD = 0xFF
+"""The byte around an embedded array: NaN in every float type, -1 in every integer type."""
+
+
+class Embedded(NamedTuple):
+    """[M, K] rows of a larger allocation that otherwise holds GUARD bytes."""
+
+    view: Any
+    base: Any
+    """The allocation, one-dimensional."""
+    offset: int
+    """Elements before the first row."""
+    gap: int
+    """Elements between two rows."""
+
+    def guard(self, backend: NumpyBackend) -> np.ndarray:
+        """The bytes outside the rows."""
+        raw = backend.raw(self.base)
+        rows, columns = self.view.shape
+        outside = np.ones(raw.shape, bool)
+        outside[self.offset :].reshape(rows, columns + self.gap)[:, :columns] = False
+        return raw[outside].view(np.uint8)
+
+
+def embedded(backend: NumpyBackend, rows: np.ndarray, *, offset: int = 0, gap: int = 0) -> Embedded:
+    """The [M, K] array on the backend, ``offset`` and ``gap`` elements away from being aligned."""
+    (num_rows, columns), width = rows.shape, rows.shape[1] + gap
+    size = offset + num_rows * width
+    base = np.full(size * rows.itemsize, GUARD, np.uint8).view(rows.dtype)
+    base[offset:].reshape(num_rows, width)[:, :columns] = rows
+    placed = backend.put(base)
+    view = placed[offset:].reshape(num_rows, width)[:, :columns]
+    return Embedded(view, placed, offset, gap)
+
+
+class ScaleBuffer(NamedTuple):
+    view: Any
+    """What a caller passes as ``out_scale``."""
+    storage: Any
+    """The same with its padding rows: [M, G], or [G, rows] where columns are contiguous."""
+
+
+def scale_buffer(
+    backend: NumpyBackend, num_rows: int, num_groups: int, layout: str = "row"
+) -> ScaleBuffer:
+    """A poisoned buffer for the scales of [M, G] groups, with the strides of the layout."""
+    if layout == "row":
+        storage = backend.put(np.full((num_rows, num_groups), POISON_SCALE))
+        return ScaleBuffer(storage, storage)
+    padded = num_rows if layout == "column" else -(-num_rows // 4) * 4
+    if layout == "packed":
+        words = np.full((-(-num_groups // 4), padded), POISON_WORD, np.int32)
+    else:
+        words = np.full((num_groups, padded), POISON_SCALE)
+    storage = backend.put(words)
+    return ScaleBuffer(storage[:, :num_rows].T, storage)
+
+
+def strides_of(a: Any) -> tuple[int, ...]:
+    """Strides in elements, whatever the framework."""
+    stride = getattr(a, "stride", None)
+    return tuple(stride()) if stride else tuple(s // a.itemsize for s in a.strides)
+
+
+def address_of(a: Any) -> int:
+    """Address of the first element, whatever the framework."""
+    if hasattr(a, "data_ptr"):
+        return int(a.data_ptr())
+    return int(a.ctypes.data if isinstance(a, np.ndarray) else a.data.ptr)
