@@ -6,7 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cumoe.errors import ArgumentError
-from cumoe.reference.arrays import bf16_values, e4m3_output, num_groups, require_ndim
+from cumoe.reference.arrays import bf16_values, e4m3_output, num_groups
 from cumoe.reference.e4m3 import F32, Array, to_bf16
 from cumoe.reference.per_token_group_quant_fp8 import quantize_groups
 from cumoe.reference.routing import local_experts
@@ -36,7 +36,8 @@ def silu_and_mul_quant_fp8(
     ``per_token_group_quant_fp8``.
 
     Args:
-        gate_up: [R, 2H] bf16, gate first; H a multiple of ``group_size``.
+        gate_up: [R, 2H] bf16, gate first; H a multiple of ``group_size``. More leading dimensions
+            flatten to R.
         limit: above 0; None or +inf for no clamp.
         topk_ids: R ids, int32 or int64, any shape; rows of ids that are not local stay as they are.
         expert_map: [num_experts] int32, global id to local, -1 for an expert that is elsewhere.
@@ -52,19 +53,20 @@ def silu_and_mul_quant_fp8(
         DTypeError: an element type that is none of the above.
     """
     require_layout(scale_layout, scale_format)
-    require_ndim("gate_up", gate_up, 2, "[R, 2 * H]")
-    clamp, slope, shift = swiglu_constants(limit, alpha, beta)
-    num_rows, width = gate_up.shape
-    if width % 2:
-        raise ArgumentError(f"gate_up must have an even number of columns, got {width}")
-    num_columns = num_groups("H, half the columns of gate_up,", width // 2, group_size)
-    rows = _local_rows(num_rows, topk_ids, num_experts, expert_map)
-    values = bf16_values("gate_up", gate_up[rows])
-    out, codes = e4m3_output("out", out, (num_rows, width // 2))
+    constants = swiglu_constants(limit, alpha, beta)
+    if gate_up.ndim < 1 or gate_up.shape[-1] % 2:
+        raise ArgumentError(f"gate_up must be [..., 2 * H], got shape {list(gate_up.shape)}")
+    *leading, width = gate_up.shape
+    num_rows, size = int(np.prod(leading)), width // 2
+    num_columns = num_groups("H, half the last dimension of gate_up,", size, group_size)
+    local = _local_rows(num_rows, topk_ids, num_experts, expert_map)
+    out, codes = e4m3_output("out", out, (*leading, size))
     out_scale = scale_output(out_scale, num_rows, num_columns, scale_layout)
-    y = swiglu(values, clamp, slope, shift).astype(np.float32)
-    codes[rows], scale = quantize_groups(y, group_size, scale_format)
-    out_scale[rows] = encode(scale, scale_layout)
+
+    y = swiglu(bf16_values("gate_up", gate_up.reshape(num_rows, width)[local]), *constants)
+    q, scale = quantize_groups(y.astype(np.float32), group_size, scale_format)
+    codes[local.reshape(leading)] = q
+    out_scale[local] = encode(scale, scale_layout)
     return out, out_scale
 
 
@@ -101,14 +103,15 @@ def _exp(values: F32) -> F32:
 
 def _local_rows(
     num_rows: int, topk_ids: Array | None, num_experts: int | None, expert_map: Array | None
-) -> NDArray[np.intp]:
+) -> NDArray[np.bool_]:
+    """Which rows are computed."""
     if topk_ids is None:
         if expert_map is not None:
             raise ArgumentError("expert_map filters by topk_ids, which is missing: pass both")
-        return np.arange(num_rows)
+        return np.ones(num_rows, np.bool_)
     if topk_ids.size != num_rows:
         raise ArgumentError(
             f"topk_ids must have one id for each of the {num_rows} rows of gate_up, "
             f"got shape {list(topk_ids.shape)}"
         )
-    return np.flatnonzero(local_experts(topk_ids, num_experts, expert_map).ravel() >= 0)
+    return local_experts(topk_ids, num_experts, expert_map).ravel() >= 0

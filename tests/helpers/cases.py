@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import ml_dtypes
@@ -104,9 +105,9 @@ def router_weights(rng: np.random.Generator, ids: np.ndarray) -> np.ndarray:
 
 
 def activations(rng: np.random.Generator, *shape: int) -> np.ndarray:
-    """Normal bf16 values, one in a hundred of them ten times as large."""
+    """Normal bf16 values, one in a hundred of them five times as large."""
     values = rng.standard_normal(shape)
-    values[rng.random(shape) < 0.01] *= 10
+    values[rng.random(shape) < 0.01] *= 5
     return values.astype(np.float32).astype(BF16)
 
 
@@ -153,6 +154,45 @@ def random_experts(
     w1, w1_scale = quantize_weights(rng, num_experts, 2 * intermediate, hidden)
     w2, w2_scale = quantize_weights(rng, num_experts, hidden, intermediate)
     return ExpertWeights(w1, w2, w1_scale, w2_scale)
+
+
+@dataclass
+class ExpertsCase:
+    """The arrays of one call of ``fused_experts_fp8``; they may be changed before it."""
+
+    experts: ExpertWeights
+    x: np.ndarray
+    weights: np.ndarray
+    ids: np.ndarray
+
+    def run(self, op: Callable[..., np.ndarray], **options: object) -> np.ndarray:
+        """``op`` with these arrays; options are further arguments, or other scales."""
+        w1, w2 = self.experts.w1, self.experts.w2
+        return op(self.x, w1, w2, self.weights, self.ids, **{**self.experts.scales, **options})
+
+    def tokens(self, rows: slice) -> ExpertsCase:
+        """The case of these tokens alone."""
+        return replace(self, x=self.x[rows], weights=self.weights[rows], ids=self.ids[rows])
+
+
+def experts_case(
+    rng: np.random.Generator,
+    *,
+    routing: str = "uniform",
+    num_tokens: int = 24,
+    num_experts: int = 8,
+    topk: int = 4,
+    intermediate: int = 256,
+    hidden: int = 512,
+) -> ExpertsCase:
+    """Random experts, tokens and routing."""
+    ids = ROUTINGS[routing](rng, num_tokens, num_experts, topk)
+    return ExpertsCase(
+        experts=random_experts(rng, num_experts, intermediate, hidden),
+        x=activations(rng, num_tokens, hidden),
+        weights=router_weights(rng, ids),
+        ids=ids,
+    )
 
 
 def poisoned_codes(*shape: int) -> np.ndarray:
