@@ -4,7 +4,8 @@
 //                        a_scale[row, kb] * w_scale[e, n / 128, kb] * (a[row, kb] . w[e, n, kb]) )
 //
 // with row = slot / SLOTS_PER_ROW and e the expert of the slot's block. A CTA computes BLOCK_M slots
-// of one expert by 128 columns: 4 warps side by side, each all slots by 32 columns. Within a
+// of one expert by 128 columns: 4 warps side by side, each 32 columns; for 64 slots two such rows of
+// warps, each 32 slots. Within a
 // 128-block the dot product is exact products in an fp32 accumulator; the block's sum is promoted
 // once, by the scales, to a second fp32 accumulator. Sentinel slots are neither read nor written.
 #include "common/types.cuh"
@@ -13,15 +14,18 @@
 
 constexpr int BLOCK_N = 128;
 constexpr int BLOCK_K = 128;
-static_assert(BLOCK_M % 16 == 0, "a warp computes slots in tiles of 16");
+static_assert(BLOCK_M == 16 || BLOCK_M == 64, "the warps' layout is made for these heights");
 static_assert(N % BLOCK_N == 0, "a column tile has one weight scale per k-block");
 static_assert(K % BLOCK_K == 0, "K is a whole number of scale blocks");
 static_assert(STAGES >= 2, "loads run at least one stage ahead");
 static_assert(SLOTS_PER_ROW >= 1, "a row of a serves at least one slot");
 
-constexpr int THREADS = 128;
-constexpr int WARP_N = BLOCK_N / (THREADS / 32);
-constexpr int M_TILES = BLOCK_M / 16;
+constexpr int WARPS_N = 4;
+constexpr int WARPS_M = BLOCK_M / 16 >= 4 ? 2 : 1;
+constexpr int THREADS = 32 * WARPS_M * WARPS_N;
+constexpr int WARP_M = BLOCK_M / WARPS_M;
+constexpr int WARP_N = BLOCK_N / WARPS_N;
+constexpr int M_TILES = WARP_M / 16;
 constexpr int N_TILES = WARP_N / 8;
 constexpr int K_BLOCKS = K / BLOCK_K;
 constexpr int N_BLOCKS = N / BLOCK_N;
@@ -58,6 +62,7 @@ DEVICE void load_stage(const Tile& tile, u32 smem, int k_block) {
 // part[m_tile][n_tile] = a . w over one 128-block.
 DEVICE void multiply_stage(u32 smem, float (&part)[M_TILES][N_TILES][4]) {
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    const int warp_m = warp / WARPS_N * WARP_M, warp_n = warp % WARPS_N * WARP_N;
     const u32 smem_w = smem + A_STAGE_BYTES;
 #pragma unroll
     for (int k = 0; k < BLOCK_K / 32; k++) {
@@ -65,14 +70,14 @@ DEVICE void multiply_stage(u32 smem, float (&part)[M_TILES][N_TILES][4]) {
 #pragma unroll
         for (int t = 0; t < N_TILES / 2; t++) {
             // Matrices: (n 0-7, k low), (n 0-7, k high), (n 8-15, k low), (n 8-15, k high).
-            const int n = warp * WARP_N + t * 16 + (lane / 16) * 8 + lane % 8;
+            const int n = warp_n + t * 16 + (lane / 16) * 8 + lane % 8;
             ldmatrix_x4(b[t], smem_w + swizzled(n, k * 2 + (lane / 8) % 2));
         }
 #pragma unroll
         for (int m = 0; m < M_TILES; m++) {
             // Matrices: (m 0-7, k low), (m 8-15, k low), (m 0-7, k high), (m 8-15, k high).
             u32 a[4];
-            ldmatrix_x4(a, smem + swizzled(m * 16 + lane % 16, k * 2 + lane / 16));
+            ldmatrix_x4(a, smem + swizzled(warp_m + m * 16 + lane % 16, k * 2 + lane / 16));
 #pragma unroll
             for (int t = 0; t < N_TILES; t++)
                 mma_m16n8k32_e4m3(part[m][t], a, b[t / 2][t % 2 * 2], b[t / 2][t % 2 * 2 + 1]);
@@ -119,6 +124,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) moe_gemm_fp8(
         w_scale + expert * w_scale_expert_stride + n_block * w_scale_n_stride;
     const u32 smem = smem_address(smem_stages);
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    const int warp_m = warp / WARPS_N * WARP_M, warp_n = warp % WARPS_N * WARP_N;
 
 #pragma unroll
     for (int s = 0; s < STAGES - 1; s++) {
@@ -140,7 +146,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) moe_gemm_fp8(
         for (int m = 0; m < M_TILES; m++) {
 #pragma unroll
             for (int half = 0; half < 2; half++) {
-                const i64 row = rows[m * 16 + half * 8 + lane / 4];
+                const i64 row = rows[warp_m + m * 16 + half * 8 + lane / 4];
                 const float s = row >= 0 ? a_scale[row * K_BLOCKS + kb] * ws : 0.0f;
 #pragma unroll
                 for (int t = 0; t < N_TILES; t++) {
@@ -156,9 +162,9 @@ extern "C" __global__ void __launch_bounds__(THREADS) moe_gemm_fp8(
     for (int m = 0; m < M_TILES; m++) {
 #pragma unroll
         for (int half = 0; half < 2; half++) {
-            const i64 slot = slots[m * 16 + half * 8 + lane / 4];
+            const i64 slot = slots[warp_m + m * 16 + half * 8 + lane / 4];
             if (slot < 0) continue;
-            u16* to = out + slot * N + n_block * BLOCK_N + warp * WARP_N + lane % 4 * 2;
+            u16* to = out + slot * N + n_block * BLOCK_N + warp_n + lane % 4 * 2;
 #pragma unroll
             for (int t = 0; t < N_TILES; t++)
                 store_pair(to + t * 8, sum[m][t][half * 2], sum[m][t][half * 2 + 1]);

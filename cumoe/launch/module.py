@@ -12,16 +12,16 @@ from cumoe.plan.spec import KernelSpec, Step
 from cumoe.store import store
 from cumoe.store.store import Cubin
 
-_functions: dict[tuple[KernelSpec, int], int] = {}
-_modules: list[Any] = []
-"""Keeps modules loaded: a function lives as long as its module."""
+_functions: dict[tuple[KernelSpec, str, int], int] = {}
+_modules: dict[tuple[KernelSpec, int], Any] = {}
+"""Kept for the life of the process: a function lives as long as its module."""
 _lock = threading.Lock()
 
 
 def function(step: Step, device: int, stream: int) -> int:
     """The CUfunction of a step on the current device, loaded on first use."""
     try:
-        return _functions[step.kernel, device]
+        return _functions[step.kernel, step.entry, device]
     except KeyError:
         return _load(step, device, stream)
 
@@ -34,14 +34,12 @@ def _load(step: Step, device: int, stream: int) -> int:
             f"run the op once with this shape before the capture"
         )
     with _lock:
-        if (step.kernel, device) not in _functions:
-            loaded = _load_module(store.get(step.kernel))
-            _modules.append(loaded)
-            pointer: int = loaded.get_function(step.kernel.entry).ptr
-            if step.launch.smem_bytes:
-                driver.set_shared_memory(pointer, step.launch.smem_bytes, step.kernel.text)
-            _functions[step.kernel, device] = pointer
-    return _functions[step.kernel, device]
+        if (step.kernel, device) not in _modules:
+            _modules[step.kernel, device] = _load_module(store.get(step.kernel))
+        pointer: int = _modules[step.kernel, device].get_function(step.entry).ptr
+        if step.launch.smem_bytes:
+            driver.set_shared_memory(pointer, step.launch.smem_bytes, step.kernel.text)
+        return _functions.setdefault((step.kernel, step.entry, device), pointer)
 
 
 def _load_module(cubin: Cubin) -> Any:
@@ -49,9 +47,10 @@ def _load_module(cubin: Cubin) -> Any:
     cuda = cupy().cuda
     if cubin.path is not None:
         try:
-            return cupy().RawModule(path=str(cubin.path)).module
+            if cubin.path.read_bytes() == cubin.data:
+                return cupy().RawModule(path=str(cubin.path)).module
         except (OSError, cuda.driver.CUDADriverError):
-            pass  # the entry was evicted or is unreadable now; the bytes are at hand
+            pass  # the entry was evicted or is unreadable by now; its verified bytes are at hand
     module = cuda.function.Module()
     module.load(cubin.data)
     return module

@@ -25,4 +25,4 @@ def run(step: Step, device: int, stream: int, *arguments: float) -> None:
     packed = _packer(step.abi).pack(*arguments)
     code = driver.launch(pointer, launch.grid, launch.block, launch.smem_bytes, stream, packed)
     if code:
-        driver.check(code, f"launch of {step.kernel.text}")
+        driver.check(code, f"launch of {step.entry} of {step.kernel.text}")

@@ -65,16 +65,16 @@ def plan(problem: Problem, arch: str) -> Plan:
     chunks = max(1, -(-p.num_slots // chunk_slots))
     capacity = padded_bound(p.num_slots, p.num_experts, p.block_size)
 
+    kernel = kernel_spec(
+        "moe_align_block_size",
+        arch,
+        NUM_LOCAL_EXPERTS=p.num_local_experts,
+        IDS=ID_TYPE[p.ids],
+        MAP=p.has_map,
+    )
+
     def step(name: str, grid: int, block: int, abi: str) -> Step:
-        kernel = kernel_spec(
-            "moe_align_block_size",
-            f"moe_align_block_size_{name}",
-            arch,
-            NUM_LOCAL_EXPERTS=p.num_local_experts,
-            IDS=ID_TYPE[p.ids],
-            MAP=p.has_map,
-        )
-        return Step(kernel, LaunchSpec(grid, block), abi)
+        return Step(kernel, f"moe_align_block_size_{name}", LaunchSpec(grid, block), abi)
 
     return Plan(
         count_slots=step("count", chunks, WARP, COUNT_ABI),

@@ -10,10 +10,11 @@ from cumoe.plan.device import DeviceInfo
 from cumoe.plan.spec import LaunchSpec, Step, kernel_spec
 
 ABI = "PPPqqPqqqPPPPq"
-THREADS = 128
+THREADS = {16: 128, 64: 256}
+"""Threads of a CTA by the height of its tile, as in the kernel."""
+BLOCKS_M = tuple(THREADS)
 BLOCK_N = 128
 BLOCK_K = 128
-BLOCKS_M = (16, 64)
 MAX_STAGES = 4
 MIN_STAGES = 2
 
@@ -54,7 +55,6 @@ def plan(problem: Problem, device: DeviceInfo) -> Step:
     stages = stages_that_fit(p.block_m, device.smem_optin_bytes)
     kernel = kernel_spec(
         "moe_gemm_fp8",
-        "moe_gemm_fp8",
         device.arch,
         N=p.N,
         K=p.K,
@@ -63,4 +63,9 @@ def plan(problem: Problem, device: DeviceInfo) -> Step:
         SLOTS_PER_ROW=p.slots_per_row,
     )
     smem = stages * (p.block_m + BLOCK_N) * BLOCK_K
-    return Step(kernel, LaunchSpec(p.max_blocks * (p.N // BLOCK_N), THREADS, smem), ABI)
+    return Step(
+        kernel,
+        "moe_gemm_fp8",
+        LaunchSpec(p.max_blocks * (p.N // BLOCK_N), THREADS[p.block_m], smem),
+        ABI,
+    )

@@ -33,7 +33,6 @@ def plan(problem: Problem, arch: str) -> Step:
     p = problem
     kernel = kernel_spec(
         "moe_sum",
-        "moe_sum",
         arch,
         K=p.K,
         TOPK=p.topk,
@@ -43,4 +42,4 @@ def plan(problem: Problem, arch: str) -> Step:
         ALIGNED=p.aligned,
     )
     threads = p.M * (p.K // COLUMNS_PER_THREAD)
-    return Step(kernel, LaunchSpec(-(-threads // THREADS), THREADS), ABI)
+    return Step(kernel, "moe_sum", LaunchSpec(-(-threads // THREADS), THREADS), ABI)

@@ -36,7 +36,6 @@ def plan(problem: Problem, arch: str) -> Step:
     groups = p.K // GROUP_SIZE
     kernel = kernel_spec(
         "per_token_group_quant_fp8",
-        "per_token_group_quant_fp8",
         arch,
         K=p.K,
         X_TYPE=FLOAT_TYPE[p.x_type],
@@ -46,4 +45,6 @@ def plan(problem: Problem, arch: str) -> Step:
         ROW_WEIGHT=ABSENT if p.row_weight is None else FLOAT_TYPE[p.row_weight],
     )
     items = p.rows * (ceil_to(groups, 4) if p.packed else groups)
-    return Step(kernel, LaunchSpec(-(-items // GROUPS_PER_CTA), THREADS), ABI)
+    return Step(
+        kernel, "per_token_group_quant_fp8", LaunchSpec(-(-items // GROUPS_PER_CTA), THREADS), ABI
+    )

@@ -39,7 +39,6 @@ def plan(problem: Problem, arch: str) -> Step:
     groups = p.H // GROUP_SIZE
     kernel = kernel_spec(
         "silu_and_mul_quant_fp8",
-        "silu_and_mul_quant_fp8",
         arch,
         H=p.H,
         UE8M0=p.scale_format == "ue8m0",
@@ -51,4 +50,6 @@ def plan(problem: Problem, arch: str) -> Step:
         ALIGNED=p.aligned,
     )
     items = p.rows * (ceil_to(groups, 4) if p.packed else groups)
-    return Step(kernel, LaunchSpec(-(-items // GROUPS_PER_CTA), THREADS), ABI)
+    return Step(
+        kernel, "silu_and_mul_quant_fp8", LaunchSpec(-(-items // GROUPS_PER_CTA), THREADS), ABI
+    )

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 @dataclass(frozen=True, slots=True)
 class KernelSpec:
-    """One compiled kernel: a source file, an architecture and its compile-time constants.
+    """One cubin: a source file, an architecture and its compile-time constants.
 
     Nothing that varies from call to call (a token count, a pointer, the value of a limit) is in
     here, so the kernels that a model can reach are a finite, known set.
@@ -16,8 +16,6 @@ class KernelSpec:
 
     stem: str
     """File under ``kernels_src`` without its suffix, and the name of the op."""
-    entry: str
-    """Name of the ``extern "C"`` function."""
     arch: str
     """``sm_90a`` and the like."""
     constants: tuple[tuple[str, int], ...]
@@ -25,14 +23,14 @@ class KernelSpec:
 
     @property
     def text(self) -> str:
-        """Canonical name: ``stem-entry-arch-A=1-B=2``."""
+        """Canonical name: ``stem-arch-A=1-B=2``."""
         pairs = [f"{name}={value}" for name, value in self.constants]
-        return "-".join([self.stem, self.entry, self.arch, *pairs])
+        return "-".join([self.stem, self.arch, *pairs])
 
 
-def kernel_spec(stem: str, entry: str, arch: str, **constants: int) -> KernelSpec:
+def kernel_spec(stem: str, arch: str, **constants: int) -> KernelSpec:
     """A KernelSpec with its constants in canonical order and as plain integers."""
-    return KernelSpec(stem, entry, arch, tuple(sorted((k, int(v)) for k, v in constants.items())))
+    return KernelSpec(stem, arch, tuple(sorted((k, int(v)) for k, v in constants.items())))
 
 
 class LaunchSpec(NamedTuple):
@@ -47,9 +45,11 @@ class LaunchSpec(NamedTuple):
 
 
 class Step(NamedTuple):
-    """One kernel of a plan together with its launch."""
+    """One launch of a plan: which function of which cubin, and how."""
 
     kernel: KernelSpec
+    entry: str
+    """Name of the ``extern "C"`` function in the cubin."""
     launch: LaunchSpec
     abi: str
     """The entry's parameters in order: P pointer, q 64-bit integer, f float (as in `struct`)."""

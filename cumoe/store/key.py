@@ -30,7 +30,6 @@ def fields(spec: KernelSpec, source: str | None = None) -> Fields:
     return (
         ("schema", str(SCHEMA)),
         ("stem", spec.stem),
-        ("entry", spec.entry),
         ("arch", spec.arch),
         ("constants", " ".join(f"{name}={value}" for name, value in spec.constants)),
         ("flags", " ".join(nvrtc_flags(spec.arch))),

@@ -44,10 +44,10 @@ def steps():
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize("step", steps(), ids=lambda s: s.kernel.entry)
+@pytest.mark.parametrize("step", steps(), ids=lambda s: s.entry)
 def test_abi_is_the_kernels_signature(step):
     source = (kernels_root() / f"{step.kernel.stem}.cu").read_text()
-    assert step.abi == signature(source, step.kernel.entry)
+    assert step.abi == signature(source, step.entry)
 
 
 @pytest.mark.parametrize("stem", STEMS)

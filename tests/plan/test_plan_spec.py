@@ -10,7 +10,7 @@ from cumoe.errors import ArgumentError, UnsupportedDeviceError
 from cumoe.plan import fused_experts_fp8 as fused
 from cumoe.plan import moe_align_block_size as align
 from cumoe.plan import moe_gemm_fp8 as gemm
-from cumoe.plan.device import H200, DeviceInfo, architecture
+from cumoe.plan.device import H200, architecture
 from cumoe.plan.enumerate import layer_specs
 from cumoe.plan.scales import scale_layout
 from cumoe.plan.spec import kernel_spec
@@ -99,9 +99,9 @@ def test_bound_of_a_small_decode_call():
 
 
 def test_a_kernel_name_is_canonical():
-    a = kernel_spec("op", "op", "sm_90a", B=2, A=True)
-    assert a == kernel_spec("op", "op", "sm_90a", A=1, B=2)
-    assert a.text == "op-op-sm_90a-A=1-B=2"
+    a = kernel_spec("op", "sm_90a", B=2, A=True)
+    assert a == kernel_spec("op", "sm_90a", A=1, B=2)
+    assert a.text == "op-sm_90a-A=1-B=2"
 
 
 def test_tokens_are_split_to_fit_a_workspace():

@@ -22,9 +22,9 @@ from cumoe.store import disk, nvrtc, source, store
 from tests.helpers import child
 from tests.store.tiny_kernels import TINY, write_kernels
 
-SPEC = kernel_spec("tiny", "tiny", "sm_90a", A=5)
-OTHER = kernel_spec("tiny", "tiny", "sm_90a", A=6)
-BAD = kernel_spec("tiny", "tiny", "sm_90a")  # A is not defined
+SPEC = kernel_spec("tiny", "sm_90a", A=5)
+OTHER = kernel_spec("tiny", "sm_90a", A=6)
+BAD = kernel_spec("tiny", "sm_90a")  # A is not defined
 
 
 def _tallies() -> tuple[int, int, int, int]:
@@ -39,7 +39,7 @@ def test_first_compiles_then_memory_then_disk(kernels: Path, cache: Path) -> Non
     assert made.path.read_bytes() == made.data
     assert _tallies() == (1, 0, 0, 0)
     assert store.stats().compile_s > 0
-    assert store.get(kernel_spec("tiny", "tiny", "sm_90a", A=5)) is made
+    assert store.get(kernel_spec("tiny", "sm_90a", A=5)) is made
     assert _tallies() == (1, 0, 1, 0)
     store.forget()
     assert store.get(SPEC) == made
@@ -227,7 +227,7 @@ def test_warm_get_is_one_lookup(
     store.get(SPEC)
     for module, name in ((source, "read_source"), (store, "settings"), (disk, "read")):
         monkeypatch.setattr(module, name, never)
-    equal = kernel_spec("tiny", "tiny", "sm_90a", A=5)  # not the same object
+    equal = kernel_spec("tiny", "sm_90a", A=5)  # not the same object
     times = timeit.repeat(lambda: store.get(equal), number=200, repeat=51)
     assert statistics.median(times) / 200 < 5e-6  # seconds; 0.3e-6 on an idle core
 
@@ -267,7 +267,7 @@ if os.geteuid() == 0:
     os.setuid(65534)  # root would write in spite of the mode
 warnings.simplefilter("always")
 with warnings.catch_warnings(record=True) as caught:
-    cubins = [store.get(kernel_spec("tiny", "tiny", "sm_90a", A=a)) for a in (5, 6, 7)]
+    cubins = [store.get(kernel_spec("tiny", "sm_90a", A=a)) for a in (5, 6, 7)]
 report(
     data=[cubin.data.hex() for cubin in cubins],
     on_disk=[cubin.path is not None for cubin in cubins],
@@ -291,7 +291,7 @@ def test_a_read_only_root_serves_what_it_has_and_warns_once() -> None:
                 "import sys\n"
                 "from tests.helpers.child import report\n"
                 "source.kernels_root = lambda: Path(sys.argv[1])\n"
-                "get = lambda a: store.get(kernel_spec('tiny', 'tiny', 'sm_90a', A=a)).data.hex()\n"
+                "get = lambda a: store.get(kernel_spec('tiny', 'sm_90a', A=a)).data.hex()\n"
                 "report(data=[get(5)])\n",
                 kernels,
                 CUMOE_CACHE_DIR=str(cache),

@@ -13,7 +13,7 @@ from cumoe.plan.spec import KernelSpec, kernel_spec
 from cumoe.store import key, source
 from tests.store.tiny_kernels import SCALE, TINY, write_kernels
 
-SPEC = kernel_spec("tiny", "tiny", "sm_90a", A=5, B=6)
+SPEC = kernel_spec("tiny", "sm_90a", A=5, B=6)
 Patch = pytest.MonkeyPatch
 
 
@@ -24,13 +24,12 @@ def _key(spec: KernelSpec = SPEC) -> str:
 @pytest.mark.parametrize(
     "other",
     [
-        pytest.param(kernel_spec("tiny", "tiny", "sm_90a", A=5, B=7), id="constant"),
-        pytest.param(kernel_spec("tiny", "tiny", "sm_90a", A=5, C=6), id="name of a constant"),
-        pytest.param(kernel_spec("tiny", "tiny", "sm_90a", A=5, B=6, C=0), id="another constant"),
-        pytest.param(kernel_spec("tiny", "tiny", "sm_90a", A=56), id="fewer constants"),
-        pytest.param(kernel_spec("tiny", "other", "sm_90a", A=5, B=6), id="entry"),
-        pytest.param(kernel_spec("tiny", "tiny", "sm_90", A=5, B=6), id="arch"),
-        pytest.param(kernel_spec("twin", "tiny", "sm_90a", A=5, B=6), id="stem"),
+        pytest.param(kernel_spec("tiny", "sm_90a", A=5, B=7), id="constant"),
+        pytest.param(kernel_spec("tiny", "sm_90a", A=5, C=6), id="name of a constant"),
+        pytest.param(kernel_spec("tiny", "sm_90a", A=5, B=6, C=0), id="another constant"),
+        pytest.param(kernel_spec("tiny", "sm_90a", A=56), id="fewer constants"),
+        pytest.param(kernel_spec("tiny", "sm_90", A=5, B=6), id="arch"),
+        pytest.param(kernel_spec("twin", "sm_90a", A=5, B=6), id="stem"),
     ],
 )
 def test_differs_on_spec(kernels: Path, other: KernelSpec) -> None:
@@ -91,8 +90,8 @@ def test_same_for_surroundings(
 @pytest.mark.parametrize(
     "same",
     [
-        pytest.param(kernel_spec("tiny", "tiny", "sm_90a", B=6, A=5), id="order of constants"),
-        pytest.param(kernel_spec("tiny", "tiny", "sm_90a", A=np.int64(5), B=6), id="integer type"),
+        pytest.param(kernel_spec("tiny", "sm_90a", B=6, A=5), id="order of constants"),
+        pytest.param(kernel_spec("tiny", "sm_90a", A=np.int64(5), B=6), id="integer type"),
     ],
 )
 def test_same_for_spec(kernels: Path, same: KernelSpec) -> None:

@@ -14,7 +14,7 @@ from cumoe.plan.spec import kernel_spec
 from cumoe.store import disk, key, store
 from tests.helpers import child
 
-SPEC = kernel_spec("tiny", "tiny", "sm_90a", A=5)
+SPEC = kernel_spec("tiny", "sm_90a", A=5)
 
 PRELUDE = """
 import dataclasses, fcntl, hashlib, os, sys, threading, time
@@ -23,7 +23,7 @@ from cumoe.plan.spec import kernel_spec
 from cumoe.store import disk, key, nvrtc, source, store
 from tests.helpers.child import at_barrier, report
 source.kernels_root = lambda: Path(sys.argv[1])
-SPEC = kernel_spec("tiny", "tiny", "sm_90a", A=5)
+SPEC = kernel_spec("tiny", "sm_90a", A=5)
 CACHE = Path(os.environ["CUMOE_CACHE_DIR"])
 """
 RACER = """

@@ -11,7 +11,7 @@ from cumoe.plan.spec import kernel_spec
 from cumoe.store import nvrtc, source
 from cumoe.store.flags import nvrtc_flags
 
-SPEC = kernel_spec("tiny", "tiny", "sm_90a", A=5)
+SPEC = kernel_spec("tiny", "sm_90a", A=5)
 
 
 def test_text_is_constants_then_files_with_their_lines(kernels: Path) -> None:
@@ -36,13 +36,13 @@ def test_constants_beyond_int_keep_their_value(kernels: Path) -> None:
     (kernels / "big.cu").write_text(
         "static_assert(BIG == 5000000000 && sizeof(BIG) == 8 && sizeof(SMALL) == 4 && SMALL < 0);\n"
     )
-    spec = kernel_spec("big", "big", "sm_90a", BIG=5_000_000_000, SMALL=-(2**31))
+    spec = kernel_spec("big", "sm_90a", BIG=5_000_000_000, SMALL=-(2**31))
     nvrtc.compile(source.read_source(spec), "big.cu", nvrtc_flags("sm_90a"))
 
 
 def test_a_constant_may_share_its_name_with_a_template_parameter(kernels: Path) -> None:
     (kernels / "t.cu").write_text("template <int A> __device__ int f() { return A; }\n")
-    spec = kernel_spec("t", "t", "sm_90a", A=1)
+    spec = kernel_spec("t", "sm_90a", A=1)
     nvrtc.compile(source.read_source(spec), "t.cu", nvrtc_flags("sm_90a"))
 
 
@@ -94,7 +94,7 @@ def test_missing_kernel_is_a_compile_error(kernels: Path) -> None:
 def test_errors_name_true_files_and_lines_and_no_folder(kernels: Path) -> None:
     (kernels / "common/bad.cuh").write_text("// one\n\n__device__ int f() { return lost; }\n")
     (kernels / "m.cu").write_text('#include "common/bad.cuh"\n\n__device__ int g() { return 1 }\n')
-    text = source.read_source(kernel_spec("m", "m", "sm_90a", A=1))
+    text = source.read_source(kernel_spec("m", "sm_90a", A=1))
     with pytest.raises(CompileError) as caught:
         nvrtc.compile(text, "m.cu", nvrtc_flags("sm_90a"))
     assert "common/bad.cuh(3): error" in caught.value.log
