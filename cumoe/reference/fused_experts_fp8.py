@@ -70,7 +70,7 @@ def fused_experts_fp8(
     """
     _check_shapes(x, w1, w2, topk_weights, topk_ids, w1_scale, w2_scale, block_shape)
     require_format(scale_format)
-    constants = swiglu_constants(swiglu_limit, swiglu_alpha, swiglu_beta)
+    constants = swiglu_constants(swiglu_limit, swiglu_alpha, swiglu_beta, prefix="swiglu_")
     if not np.isfinite(np.float32(routed_scaling_factor)):
         raise ArgumentError(f"routed_scaling_factor must be finite, got {routed_scaling_factor}")
     local = local_experts_of_weights(topk_ids, num_experts, expert_map, len(w1))

@@ -82,17 +82,20 @@ def swiglu(gate_up: F32, limit: np.float32 | None, alpha: np.float32, beta: np.f
 
 
 def swiglu_constants(
-    limit: float | None, alpha: float, beta: float
+    limit: float | None, alpha: float, beta: float, prefix: str = ""
 ) -> tuple[np.float32 | None, np.float32, np.float32]:
-    """The three constants as float32, checked; an infinite limit is none."""
+    """The three constants as float32, checked; an infinite limit is none.
+
+    ``prefix`` is what the caller's names of them begin with.
+    """
     slope, shift = np.float32(alpha), np.float32(beta)
     if not (np.isfinite(slope) and slope > 0):
-        raise ArgumentError(f"alpha must be finite and above 0, got {alpha}")
+        raise ArgumentError(f"{prefix}alpha must be finite and above 0, got {alpha}")
     if not np.isfinite(shift):
-        raise ArgumentError(f"beta must be finite, got {beta}")
+        raise ArgumentError(f"{prefix}beta must be finite, got {beta}")
     clamp = np.float32(np.inf if limit is None else limit)
     if not clamp > 0:
-        raise ArgumentError(f"limit must be above 0 (None for no clamp), got {limit}")
+        raise ArgumentError(f"{prefix}limit must be above 0 (None for no clamp), got {limit}")
     return (None if np.isposinf(clamp) else clamp), slope, shift
 
 
