@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from tests.helpers.backends import NumpyBackend
-from tests.helpers.cases import POISON_SCALE, POISON_WORD
+from tests.helpers.cases import BF16, POISON_SCALE, POISON_WORD
 
 GUARD = 0xFF
 """The byte around an embedded array: NaN in every float type, -1 in every integer type."""
@@ -81,3 +81,24 @@ def address_of(a: Any) -> int:
     if hasattr(a, "data_ptr"):
         return int(a.data_ptr())
     return int(a.ctypes.data if isinstance(a, np.ndarray) else a.data.ptr)
+
+
+def aligned_bytes(backend: NumpyBackend, size: int) -> Any:
+    """``size`` bytes of 0xFF that start at a multiple of 256."""
+    if backend.is_gpu:
+        return backend.put(np.full(size, 0xFF, np.uint8))
+    buffer = np.full(size + 256, 0xFF, np.uint8)
+    whole = backend.put(buffer)
+    first = -address_of(whole) % 256
+    return whole[first : first + size]
+
+
+def reinterpreted(a: Any, dtype: str) -> Any:
+    """The memory of a contiguous array as elements of another type; bf16 is uint16 in CuPy."""
+    if hasattr(a, "data_ptr"):
+        import torch
+
+        return a.view(getattr(torch, dtype))
+    if dtype == "bfloat16":
+        return a.view(BF16 if isinstance(a, np.ndarray) else np.uint16)
+    return a.view(dtype)

@@ -15,7 +15,7 @@ from tests.helpers.backends import BACKENDS, NumpyBackend
 from tests.helpers.calls import fused_experts_on
 from tests.helpers.cases import E4M3, ExpertsCase
 from tests.helpers.compare import assert_bitwise_equal
-from tests.helpers.layouts import address_of, embedded
+from tests.helpers.layouts import address_of, aligned_bytes, embedded
 
 GPU = [b for b in BACKENDS if b.values[0].is_gpu]
 gpu_backends = pytest.mark.parametrize("backend", GPU)
@@ -155,17 +155,6 @@ def test_out_may_be_a_second_view_of_x(backend, case, want):
     got = replace(case, x=place.view).run(fused_experts_on(backend), out=again)
     assert_bitwise_equal(got, want)
     assert (place.guard(backend) == 0xFF).all()
-
-
-def aligned_bytes(backend: NumpyBackend, size: int) -> Any:
-    """``size`` bytes of 0xFF at a multiple of 256."""
-    if backend.is_gpu:
-        return backend.put(np.full(size, 0xFF, np.uint8))
-    buffer = np.full(size + 256, 0xFF, np.uint8)
-    first = -buffer.ctypes.data % 256
-    whole = backend.put(buffer)
-    assert address_of(whole) == buffer.ctypes.data
-    return whole[first : first + size]
 
 
 def test_a_workspace_does_not_change_the_result(backend, case, want):

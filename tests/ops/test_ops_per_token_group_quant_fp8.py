@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 import pytest
 
-import cumoe
 from tests.helpers import cases
 from tests.helpers.backends import NumpyBackend
+from tests.helpers.calls import quantize_by_reference, quantize_on
 from tests.helpers.compare import assert_bitwise_equal
-from tests.helpers.layouts import address_of, embedded, scale_buffer, strides_of
 
 BF16 = cases.BF16
 DTYPES = {"bf16": BF16, "fp16": np.dtype(np.float16), "fp32": np.dtype(np.float32)}
@@ -23,28 +21,11 @@ SCALES = [
 ODD_M = (1, 3, 15, 16, 17, 31, 32, 33, 63, 64, 65, 128, 129)
 
 
-def reference(x: np.ndarray, **options: Any) -> tuple[np.ndarray, np.ndarray]:
-    """Codes as bytes, and the scales."""
-    q, scale = cumoe.reference.per_token_group_quant_fp8(x, **options)
-    return q.view(np.uint8), scale
-
-
-def quantize(backend: NumpyBackend, x: np.ndarray, **options: Any) -> tuple[np.ndarray, np.ndarray]:
-    """The same by the op, on [M, K] and into poisoned outputs."""
-    out = backend.put(cases.poisoned_codes(*x.shape))
-    layout = options.get("scale_layout", "row")
-    out_scale = scale_buffer(backend, x.shape[0], x.shape[1] // 128, layout).view
-    q, scale = cumoe.per_token_group_quant_fp8(
-        backend.put(x), out=out, out_scale=out_scale, **options
-    )
-    assert q is out
-    assert scale is out_scale
-    return backend.codes(q), backend.raw(scale)
-
-
 def check(backend: NumpyBackend, x: np.ndarray, **options: Any) -> None:
     """The op equals the reference, byte for byte."""
-    for got, want in zip(quantize(backend, x, **options), reference(x, **options), strict=True):
+    for got, want in zip(
+        quantize_on(backend, x, **options), quantize_by_reference(x, **options), strict=True
+    ):
         assert_bitwise_equal(got, want)
 
 
@@ -84,7 +65,7 @@ BY_HAND = {
 @pytest.mark.parametrize("case", BY_HAND)
 def test_by_hand(backend, case):
     dtype, scale_format, first, scale, codes = BY_HAND[case]
-    q, got = quantize(backend, group(*first, dtype=dtype), scale_format=scale_format)
+    q, got = quantize_on(backend, group(*first, dtype=dtype), scale_format=scale_format)
     want = np.float32(first[0]) / np.float32(448) if scale is None else scale
     assert got.tolist() == [[want]]
     assert q[0, : len(first)].tobytes() == bytes.fromhex(codes)
@@ -92,7 +73,7 @@ def test_by_hand(backend, case):
 
 
 def test_constant_group(backend):
-    q, scale = quantize(backend, np.full((1, 128), 0.1, np.float32).astype(BF16))
+    q, scale = quantize_on(backend, np.full((1, 128), 0.1, np.float32).astype(BF16))
     assert scale.tolist() == [[np.float32(2.2343227e-04)]]
     assert (q == 0x7E).all()
 
@@ -105,9 +86,9 @@ def test_zero_group_gets_the_floor_and_leaves_the_others_alone(
     backend, rng, dtype, scale_format, floor
 ):
     x = values(rng, dtype, 2, 256)
-    clean_q, clean_scale = quantize(backend, x, scale_format=scale_format)
+    clean_q, clean_scale = quantize_on(backend, x, scale_format=scale_format)
     x[1, 128:] = 0
-    q, scale = quantize(backend, x, scale_format=scale_format)
+    q, scale = quantize_on(backend, x, scale_format=scale_format)
     assert scale[1, 1] == floor
     assert not q[1, 128:].any()
     clean_q[1, 128:], clean_scale[1, 1] = 0, floor
@@ -143,50 +124,11 @@ def test_any_fp32_bits(backend, rng, scale_format):
 def test_rows_do_not_depend_on_their_number(backend, rng, scale_format, scale_layout):
     options = {"scale_format": scale_format, "scale_layout": scale_layout}
     x = values(rng, "bf16", max(ODD_M), 640)
-    all_q, all_scale = reference(x, **options)
+    all_q, all_scale = quantize_by_reference(x, **options)
     for num_rows in ODD_M:
-        q, scale = quantize(backend, x[:num_rows], **options)
+        q, scale = quantize_on(backend, x[:num_rows], **options)
         assert_bitwise_equal(q, all_q[:num_rows], f"{num_rows} rows")
         assert_bitwise_equal(scale, all_scale[:num_rows], f"scales of {num_rows} rows")
-
-
-@pytest.mark.parametrize(("scale_format", "scale_layout"), SCALES)
-def test_each_scale_lies_where_its_layout_says(backend, scale_format, scale_layout):
-    """x[t, g] = 448 * 2^(t + 2g): no two groups share a scale."""
-    want = np.exp2(np.arange(3)[:, None] + 2 * np.arange(5)).astype(np.float32)
-    x = np.repeat(448 * want, 128, axis=1).astype(BF16)
-    q, scale = cumoe.per_token_group_quant_fp8(
-        backend.put(x), scale_format=scale_format, scale_layout=scale_layout
-    )
-    assert (backend.codes(q) == 0x7E).all()
-    strides = {"row": (5, 1), "column": (1, 3), "tma": (1, 4), "packed": (1, 4)}[scale_layout]
-    assert strides_of(scale) == strides
-    raw = backend.raw(scale)
-    if scale_layout == "packed":
-        exponents = np.ascontiguousarray(raw).view(np.uint8)
-        assert (raw.dtype, exponents.shape) == (np.int32, (3, 8))
-        assert not exponents[:, 5:].any()
-        raw = np.exp2(exponents[:, :5].astype(np.float32) - 127)
-    assert_bitwise_equal(np.ascontiguousarray(raw), want)
-
-
-@pytest.mark.parametrize("num_rows", [1, 2, 3, 4, 5, 127])
-@pytest.mark.parametrize(("scale_format", "scale_layout"), [("fp32", "tma"), ("ue8m0", "packed")])
-def test_padding_is_zero(backend, rng, scale_format, scale_layout, num_rows):
-    """The rows from M up to a multiple of 4; those of the last column may lie outside the view."""
-    x = values(rng, "bf16", num_rows, 1024)
-    _, scale = cumoe.per_token_group_quant_fp8(
-        backend.put(x), scale_format=scale_format, scale_layout=scale_layout
-    )
-    columns, padded = scale.shape[1], -(-num_rows // 4) * 4
-    if hasattr(scale, "as_strided"):
-        storage = scale.as_strided((columns - 1, padded), (padded, 1))
-    else:
-        storage = scale.base[: columns - 1]
-        assert storage.shape == (columns - 1, padded)
-    raw = backend.raw(storage)
-    assert_bitwise_equal(raw[:, :num_rows].T.copy(), backend.raw(scale)[:, :-1].copy())
-    assert not raw[:, num_rows:].any()
 
 
 NON_FINITE = {
@@ -205,10 +147,10 @@ NON_FINITE = {
 def test_what_is_not_finite_stays_in_its_group(backend, rng, dtype, scale_format, case):
     first, scale, codes = NON_FINITE[case]
     x = values(rng, dtype, 2, 256)
-    want_q, want_scale = quantize(backend, x, scale_format=scale_format)
+    want_q, want_scale = quantize_on(backend, x, scale_format=scale_format)
     x[1, :128] = group(*first, dtype=dtype)
     x[1, 100] = 0 if np.isinf(scale) else 448
-    q, got = quantize(backend, x, scale_format=scale_format)
+    q, got = quantize_on(backend, x, scale_format=scale_format)
     want_q[1, :128] = 0
     want_q[1, 100] = 0 if np.isinf(scale) else 0x7E
     want_q[1, : len(codes)], want_scale[1, 0] = codes, scale
@@ -217,105 +159,11 @@ def test_what_is_not_finite_stays_in_its_group(backend, rng, dtype, scale_format
 
 
 def test_infinite_scale_is_exponent_255(backend):
-    _, scale = quantize(backend, group(np.inf), scale_format="ue8m0", scale_layout="packed")
+    _, scale = quantize_on(backend, group(np.inf), scale_format="ue8m0", scale_layout="packed")
     assert scale.tolist() == [[255]]
 
 
 def test_group_of_nothing_but_nan(backend):
-    q, scale = quantize(backend, np.full((1, 128), np.nan, np.float32).astype(BF16))
+    q, scale = quantize_on(backend, np.full((1, 128), np.nan, np.float32).astype(BF16))
     assert (q == 0x7F).all()
     assert scale[0, 0] == np.float32(1e-10) / np.float32(448)
-
-
-@pytest.mark.parametrize("offset", [0, 1, 3, 7, 8])
-@pytest.mark.parametrize("gap", [0, 1, 8, 127])
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_rows_may_lie_anywhere(backend, rng, dtype, gap, offset):
-    x = values(rng, dtype, 5, 256)
-    placed = embedded(backend, x, offset=offset, gap=gap)
-    q, scale = cumoe.per_token_group_quant_fp8(placed.view)
-    for got, want in zip((backend.codes(q), backend.raw(scale)), reference(x), strict=True):
-        assert_bitwise_equal(got, want)
-
-
-@pytest.mark.parametrize("offset", [1, 2, 4, 7, 8])
-@pytest.mark.parametrize("x_offset", [0, 1])
-def test_codes_may_go_anywhere_and_nowhere_else(backend, rng, offset, x_offset):
-    x = values(rng, "bf16", 5, 256)
-    source = embedded(backend, x, offset=x_offset)
-    target = embedded(backend, cases.poisoned_codes(5, 256), offset=offset)
-    scales = embedded(backend, np.full((5, 2), cases.POISON_SCALE), offset=offset)
-    q, scale = cumoe.per_token_group_quant_fp8(source.view, out=target.view, out_scale=scales.view)
-    assert (address_of(q), address_of(scale)) == (address_of(target.view), address_of(scales.view))
-    for got, want in zip((backend.codes(q), backend.raw(scale)), reference(x), strict=True):
-        assert_bitwise_equal(got, want)
-    for island in (source, target, scales):
-        assert (island.guard(backend) == 0xFF).all()
-
-
-def test_x_is_not_written(backend, rng):
-    x = values(rng, "bf16", 5, 256)
-    placed = backend.put(x.copy())
-    cumoe.per_token_group_quant_fp8(placed)
-    assert_bitwise_equal(backend.bf16(placed), x)
-
-
-@pytest.mark.parametrize("shape", [(256,), (1, 256), (2, 3, 256), (1, 4, 1, 256)])
-@pytest.mark.parametrize("scale_layout", ["row", "tma"])
-def test_leading_dimensions_flatten_to_rows(backend, rng, shape, scale_layout):
-    x = values(rng, "bf16", *shape)
-    flat_q, flat_scale = reference(x.reshape(-1, 256), scale_layout=scale_layout)
-    q, scale = cumoe.per_token_group_quant_fp8(backend.put(x), scale_layout=scale_layout)
-    assert_bitwise_equal(backend.codes(q), flat_q.reshape(shape))
-    assert_bitwise_equal(backend.raw(scale), flat_scale)
-
-
-@pytest.mark.parametrize("scale_layout", ["row", "tma"])
-def test_leading_dimensions_flatten_into_given_outputs(backend, rng, scale_layout):
-    x = values(rng, "bf16", 2, 3, 256)
-    out = backend.put(cases.poisoned_codes(2, 3, 256))
-    out_scale = scale_buffer(backend, 6, 2, scale_layout).view
-    cumoe.per_token_group_quant_fp8(
-        backend.put(x), scale_layout=scale_layout, out=out, out_scale=out_scale
-    )
-    want_q, want_scale = reference(x, scale_layout=scale_layout)
-    assert_bitwise_equal(backend.codes(out), want_q)
-    assert_bitwise_equal(backend.raw(out_scale), want_scale)
-
-
-@pytest.mark.parametrize(("scale_format", "scale_layout"), SCALES)
-def test_no_rows(backend, scale_format, scale_layout):
-    x = backend.put(np.zeros((0, 7168), BF16))
-    q, scale = cumoe.per_token_group_quant_fp8(
-        x, scale_format=scale_format, scale_layout=scale_layout
-    )
-    columns = 14 if scale_layout == "packed" else 56
-    assert (tuple(q.shape), tuple(scale.shape)) == ((0, 7168), (0, columns))
-
-
-def test_results_have_the_frameworks_own_types(backend, rng):
-    x = backend.put(values(rng, "bf16", 2, 128))
-    q, scale = cumoe.per_token_group_quant_fp8(x)
-    fp8 = {"numpy": "float8_e4m3fn", "cupy": "uint8"}.get(backend.name, "torch.float8_e4m3fn")
-    assert str(q.dtype) == fp8
-    assert str(scale.dtype).removeprefix("torch.") == "float32"
-    assert type(q) is type(scale) is type(x)
-    assert getattr(q, "device", "cpu") == getattr(x, "device", "cpu")
-
-
-def test_out_may_be_bytes(backend, rng):
-    x = values(rng, "bf16", 3, 256)
-    out = backend.put(np.full((3, 256), cases.POISON_CODE, np.uint8))
-    q, scale = cumoe.per_token_group_quant_fp8(backend.put(x), out=out)
-    assert q is out
-    for got, want in zip((backend.codes(q), backend.raw(scale)), reference(x), strict=True):
-        assert_bitwise_equal(got, want)
-
-
-def test_numpy_takes_bf16_as_uint16(rng):
-    x = values(rng, "bf16", 3, 256)
-    q, scale = cumoe.per_token_group_quant_fp8(x.view(np.uint16))
-    want_q, want_scale = reference(x)
-    assert q.dtype == np.dtype(ml_dtypes.float8_e4m3fn)
-    assert_bitwise_equal(q.view(np.uint8), want_q)
-    assert_bitwise_equal(scale, want_scale)

@@ -10,8 +10,9 @@ import pytest
 import cumoe
 from tests.helpers import cases
 from tests.helpers.backends import NumpyBackend
+from tests.helpers.calls import activate_by_reference, activate_on
 from tests.helpers.compare import assert_activations_close, assert_bitwise_equal
-from tests.helpers.layouts import embedded, scale_buffer, strides_of
+from tests.helpers.layouts import embedded, strides_of
 from tests.helpers.tolerances import SILU_CODE_SHARE
 
 BF16 = cases.BF16
@@ -28,27 +29,9 @@ CONSTANTS = {
 ODD_R = (1, 3, 15, 16, 17, 31, 32, 33, 63, 64, 65, 128, 129)
 
 
-def reference(x: np.ndarray, **options: Any) -> tuple[np.ndarray, np.ndarray]:
-    """Codes as bytes, and the scales."""
-    q, scale = cumoe.reference.silu_and_mul_quant_fp8(x, **options)
-    return q.view(np.uint8), scale
-
-
-def activate(backend: NumpyBackend, x: np.ndarray, **options: Any) -> tuple[np.ndarray, np.ndarray]:
-    """The same by the op, on [R, 2H] and into poisoned outputs; arrays among the options move."""
-    out = backend.put(cases.poisoned_codes(x.shape[0], x.shape[1] // 2))
-    layout = options.get("scale_layout", "row")
-    out_scale = scale_buffer(backend, x.shape[0], x.shape[1] // 256, layout).view
-    moved = {k: backend.put(v) if isinstance(v, np.ndarray) else v for k, v in options.items()}
-    q, scale = cumoe.silu_and_mul_quant_fp8(backend.put(x), out=out, out_scale=out_scale, **moved)
-    assert q is out
-    assert scale is out_scale
-    return backend.codes(q), backend.raw(scale)
-
-
 def check(backend: NumpyBackend, x: np.ndarray, **options: Any) -> None:
     """As the reference, but for the roundings that two ``exp`` may turn."""
-    got, want = activate(backend, x, **options), reference(x, **options)
+    got, want = activate_on(backend, x, **options), activate_by_reference(x, **options)
     assert_activations_close(got, want, SILU_CODE_SHARE)
 
 
@@ -91,7 +74,7 @@ BY_HAND = {
 @pytest.mark.parametrize("case", BY_HAND)
 def test_by_hand(backend, case):
     gate, up, options, want, codes = BY_HAND[case]
-    q, scale = activate(backend, gate_up(gate, up), **options)
+    q, scale = activate_on(backend, gate_up(gate, up), **options)
     np.testing.assert_allclose(scale, [[want]], rtol=2.0**-22)
     want_codes = bytes.fromhex(codes)
     assert q[0, : len(want_codes)].tobytes() == want_codes
@@ -103,7 +86,7 @@ def test_by_hand(backend, case):
 )
 def test_limit_or_none(backend, limit, want):
     """A limit beyond the largest float32 is none, like infinity."""
-    assert decoded(activate(backend, gate_up([7], [-10.5]), limit=limit)) == want
+    assert decoded(activate_on(backend, gate_up([7], [-10.5]), limit=limit)) == want
 
 
 @pytest.mark.parametrize("alpha_beta", [(1.0, 0.0), (1.702, 1.0)])
@@ -113,9 +96,9 @@ def test_clamp_is_never_skipped(backend, alpha_beta):
     clamped = gate_up([10, -30, 3, 3, 10], [3, 3, 10, -10, 10])
     wild = gate_up([40, -30, 3, 3, 99], [3, 3, 40, -40, 99])
     options = {"alpha": alpha, "beta": beta}
-    want = activate(backend, clamped, **options)
-    assert_same(activate(backend, wild, limit=10, **options), want)
-    assert (activate(backend, wild, **options)[1] != want[1]).all()
+    want = activate_on(backend, clamped, **options)
+    assert_same(activate_on(backend, wild, limit=10, **options), want)
+    assert (activate_on(backend, wild, **options)[1] != want[1]).all()
 
 
 @pytest.mark.parametrize("shape", [(1, 128), (7, 640), (129, 1024)])
@@ -156,9 +139,9 @@ def test_any_bits(backend, rng, constants):
 def test_nan_stays_nan_and_in_its_place(backend, rng, half, bad, limit, scale_format):
     x = cases.activations(rng, 2, 512)
     x[1, [3, 259]] = 0  # both halves of the activation that becomes NaN
-    clean_q, clean_scale = activate(backend, x, limit=limit, scale_format=scale_format)
+    clean_q, clean_scale = activate_on(backend, x, limit=limit, scale_format=scale_format)
     x[1, [3, 259]] = (bad, 1) if half == "gate" else (1, bad)
-    q, scale = activate(backend, x, limit=limit, scale_format=scale_format)
+    q, scale = activate_on(backend, x, limit=limit, scale_format=scale_format)
     assert q[1, 3] == 0x7F
     clean_q[1, 3] = 0x7F
     assert_bitwise_equal(q, clean_q)
@@ -176,7 +159,7 @@ def test_nan_stays_nan_and_in_its_place(backend, rng, half, bad, limit, scale_fo
     ids=["overflow", "gate", "inf_times_zero", "up"],
 )
 def test_infinities_without_a_limit(backend, gate, up, scale, codes):
-    q, got = activate(backend, gate_up(gate, up))
+    q, got = activate_on(backend, gate_up(gate, up))
     assert q[0, : len(codes)].tolist() == codes
     assert not q[0, len(codes) :].any()
     assert np.isfinite(got[0, 0]) if scale is None else got[0, 0] == scale
@@ -185,7 +168,7 @@ def test_infinities_without_a_limit(backend, gate, up, scale, codes):
 def test_finite_gates_give_no_nan(backend):
     """silu(-88) and beyond is a small negative number or -0, never -inf / inf."""
     gate = -np.linspace(80, 3.3e38, 1280).astype(BF16).reshape(5, 256)
-    q, scale = activate(backend, np.hstack([gate, np.ones_like(gate)]))
+    q, scale = activate_on(backend, np.hstack([gate, np.ones_like(gate)]))
     assert np.isfinite(scale).all()
     assert ((q & 0x7F) != 0x7F).all()
 
@@ -200,11 +183,13 @@ def test_rows_do_not_depend_on_their_number(backend, filtered, rows):
     ids[-1] = 0
     options = {"num_experts": 4, "limit": 2.0} if filtered else {"limit": 2.0}
     some = [0, 1, 511, 1023, 1024, rows - 2, rows - 1]
-    q, scale = activate(backend, x, **options, **({"topk_ids": ids} if filtered else {}))
+    q, scale = activate_on(backend, x, **options, **({"topk_ids": ids} if filtered else {}))
     for r in some:
         alone = {"topk_ids": ids[r : r + 1]} if filtered else {}
-        assert_same((q[r : r + 1], scale[r : r + 1]), activate(backend, x[[r]], **options, **alone))
-    want_q, want_scale = reference(x, limit=2.0)
+        assert_same(
+            (q[r : r + 1], scale[r : r + 1]), activate_on(backend, x[[r]], **options, **alone)
+        )
+    want_q, want_scale = activate_by_reference(x, limit=2.0)
     keep = (ids[:, 0] >= 0) | (not filtered)
     assert_activations_close(
         (q[keep], scale[keep]), (want_q[keep], want_scale[keep]), SILU_CODE_SHARE
@@ -217,9 +202,9 @@ def test_rows_do_not_depend_on_their_number(backend, filtered, rows):
 def test_odd_numbers_of_rows(backend, rng, scale_format, scale_layout):
     options = {"scale_format": scale_format, "scale_layout": scale_layout, "limit": 2.0}
     x = cases.activations(rng, max(ODD_R), 2 * 640)
-    everything = activate(backend, x, **options)
+    everything = activate_on(backend, x, **options)
     for rows in ODD_R:
-        got = activate(backend, x[:rows], **options)
+        got = activate_on(backend, x[:rows], **options)
         assert_same(got, [a[:rows] for a in everything])
 
 
@@ -251,7 +236,7 @@ def test_rows_may_lie_anywhere(backend, rng, gap, offset):
     q, scale = cumoe.silu_and_mul_quant_fp8(
         placed.view, limit=1.0, out=target.view, out_scale=scales.view
     )
-    assert_same((backend.codes(q), backend.raw(scale)), activate(backend, x, limit=1.0))
+    assert_same((backend.codes(q), backend.raw(scale)), activate_on(backend, x, limit=1.0))
     for island in (placed, target, scales):
         assert (island.guard(backend) == 0xFF).all()
 
@@ -268,7 +253,7 @@ def test_leading_dimensions_flatten_to_rows(backend, rng, scale_layout):
     x = cases.activations(rng, 2, 3, 512)
     ids = backend.put(np.array([[0, 1, 2], [1, 2, 0]], np.int32))
     q, scale = cumoe.silu_and_mul_quant_fp8(backend.put(x), topk_ids=ids, scale_layout=scale_layout)
-    flat_q, flat_scale = activate(backend, x.reshape(6, 512), scale_layout=scale_layout)
+    flat_q, flat_scale = activate_on(backend, x.reshape(6, 512), scale_layout=scale_layout)
     assert_bitwise_equal(backend.codes(q), flat_q.reshape(2, 3, 256))
     assert_bitwise_equal(backend.raw(scale), flat_scale)
 
