@@ -141,6 +141,12 @@ def plan(problem: Problem, device: DeviceInfo) -> Plan:
     )
 
 
+def representative_token_counts(problem: Problem) -> tuple[int, ...]:
+    """Numbers of tokens with one in each regime: their plans name all kernels that M can choose."""
+    slots = moe_gemm_fp8.representative_slot_counts(problem.num_experts)
+    return tuple(sorted({-(-count // problem.topk) for count in slots}))
+
+
 def workspace(p: Problem, align: moe_align_block_size.Plan) -> Workspace:
     """Offsets of the regions. In bytes, with S = M * topk and G = 128:
 

@@ -17,6 +17,7 @@ BLOCK_N = 128
 BLOCK_K = 128
 MAX_STAGES = 4
 MIN_STAGES = 2
+SLOTS_PER_EXPERT_OF_TALL_TILES = 32
 
 
 class Problem(NamedTuple):
@@ -33,7 +34,12 @@ class Problem(NamedTuple):
 
 def choose_block_m(num_slots: int, num_experts: int) -> int:
     """Slots per tile: 64 once an expert has 32 slots on average, so that half a tile is filled."""
-    return 64 if num_slots >= 32 * num_experts else 16
+    return 64 if num_slots >= SLOTS_PER_EXPERT_OF_TALL_TILES * num_experts else 16
+
+
+def representative_slot_counts(num_experts: int) -> tuple[int, ...]:
+    """Numbers of slots that together draw every answer from `choose_block_m`."""
+    return 1, SLOTS_PER_EXPERT_OF_TALL_TILES * num_experts
 
 
 def stages_that_fit(block_m: int, smem_bytes: int) -> int:
