@@ -1,0 +1,220 @@
+"""The kernels that calls can reach are a finite set, known beforehand."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from functools import lru_cache
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import cumoe
+from cumoe.arrays import exchange
+from cumoe.arrays.view import ArrayView, Device
+from cumoe.errors import ArgumentError
+from cumoe.launch import device as launch_device
+from cumoe.launch import driver, memory
+from cumoe.launch import run as launch_run
+from cumoe.plan import fused_experts_fp8 as fused
+from cumoe.plan.device import ARCHITECTURES, H200
+from cumoe.plan.enumerate import (
+    Layer,
+    all_steps,
+    device_of,
+    layer_specs,
+    serving_steps,
+    specs_of,
+    steps_in,
+)
+from cumoe.plan.spec import Step
+from tests.helpers.cases import BF16, E4M3
+
+reachable = lru_cache(None)(all_steps)
+served = lru_cache(None)(serving_steps)
+
+_DTYPES = {"e4m3": E4M3, "bf16": BF16, "fp32": np.float32}
+
+
+def keys(steps) -> set[tuple[object, ...]]:
+    """What must be compiled, loaded and set up for a launch, whatever its grid."""
+    return {(s.kernel, s.entry, s.launch.smem_bytes) for s in steps}
+
+
+@pytest.fixture(scope="module")
+def launches():
+    """The launches of calls on NumPy arrays, which pass for arrays on an H200."""
+    recorded: list[Step] = []
+
+    def on_gpu(a: np.ndarray) -> ArrayView:
+        return exchange._view_numpy(a)._replace(device=Device("cuda", 0))
+
+    def function(step: Step, device: int, stream: int) -> int:
+        recorded.append(step)
+        return 1
+
+    def empty(framework, device, shape, dtype):
+        return aligned_empty(shape, np.dtype(_DTYPES.get(dtype, dtype)))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(exchange._viewers, np.ndarray, on_gpu)
+        patch.setattr(launch_device, "on_device", lambda ordinal: nullcontext())
+        patch.setattr(launch_device, "info", lambda ordinal: H200)
+        patch.setattr(memory, "empty", empty)
+        patch.setattr(memory, "current_stream", lambda v: 0)
+        patch.setattr(launch_run, "function", function)
+        patch.setattr(driver, "launch", lambda *a: 0)
+        yield recorded
+
+
+def aligned_empty(shape, dtype, offset: int = 0) -> np.ndarray:
+    """An array at `offset` elements past a multiple of 256 bytes, as CUDA allocates."""
+    count = int(np.prod(shape)) if shape else 1
+    raw = np.empty(count * dtype.itemsize + 512 + offset * dtype.itemsize, np.uint8)
+    start = -raw.ctypes.data % 256 + offset * dtype.itemsize
+    return raw[start : start + count * dtype.itemsize].view(dtype).reshape(shape)
+
+
+@st.composite
+def experts_calls(d: st.DrawFn) -> tuple[Layer, dict]:
+    """A legal call of fused_experts_fp8, and its layer."""
+    local = d(st.integers(1, 12))
+    mapped = d(st.booleans())
+    experts = local + d(st.integers(0, 12)) if mapped else local
+    topk = d(st.integers(1, 6))
+    K, N = 128 * d(st.integers(1, 3)), 128 * d(st.integers(1, 3))
+    M = d(st.integers(1, 40) | st.integers(1, 40 * experts))
+    limit = d(st.sampled_from([None, 7.0]))
+    alpha = d(st.sampled_from([1.0, 1.7]))
+    ids = np.dtype(d(st.sampled_from(["int32", "int64"])))
+    weight = np.dtype(d(st.sampled_from([np.float32, np.float16, BF16])))
+    call = {
+        "x": aligned_empty((M, K), BF16, offset=d(st.integers(0, 1))),
+        "w1": aligned_empty((local, 2 * N, K), E4M3),
+        "w2": aligned_empty((local, K, N), E4M3),
+        "topk_weights": aligned_empty((M, topk), weight),
+        "topk_ids": aligned_empty((M, topk), ids),
+        "w1_scale": aligned_empty((local, 2 * N // 128, K // 128), np.dtype(np.float32)),
+        "w2_scale": aligned_empty((local, K // 128, N // 128), np.dtype(np.float32)),
+        "scale_format": d(st.sampled_from(["fp32", "ue8m0"])),
+        "swiglu_limit": limit,
+        "swiglu_alpha": alpha,
+        "expert_map": aligned_empty((experts,), np.dtype(np.int32)) if mapped else None,
+        "apply_router_weight_on_input": topk == 1 and d(st.booleans()),
+        "max_workspace_bytes": d(st.sampled_from([None, 1 << 20])),
+    }
+    if d(st.booleans()):
+        call["out"] = aligned_empty((M, K), BF16, offset=d(st.integers(0, 1)))
+    return Layer(K, N, experts, local, topk, clamp=limit is not None, scaled=alpha != 1), call
+
+
+@given(experts_calls())
+@settings(max_examples=150, deadline=None)
+def test_no_call_of_the_layer_leaves_the_enumerated_kernels(launches, layer_and_call):
+    layer, call = layer_and_call
+    launches.clear()
+    cumoe.fused_experts_fp8(**call)
+    assert launches
+    assert keys(launches) <= keys(reachable(H200, layer))
+
+
+@given(experts_calls())
+@settings(max_examples=150, deadline=None)
+def test_a_serving_engines_calls_stay_in_the_default_set(launches, layer_and_call):
+    layer, call = layer_and_call
+    M, K = call["x"].shape
+    call |= {
+        "x": aligned_empty((M, K), BF16),
+        "topk_weights": aligned_empty(call["topk_weights"].shape, np.dtype(np.float32)),
+        "topk_ids": aligned_empty(call["topk_ids"].shape, np.dtype(np.int32)),
+        "apply_router_weight_on_input": False,
+        "out": None,
+    }
+    launches.clear()
+    cumoe.fused_experts_fp8(**call)
+    layer = layer._replace(scale_formats=(call["scale_format"],))
+    assert keys(launches) <= keys(served(H200, layer))
+    assert keys(served(H200, layer)) < keys(reachable(H200, layer))
+
+
+@given(st.data())
+@settings(max_examples=100, deadline=None)
+def test_no_call_of_a_single_op_leaves_the_enumerated_kernels(launches, data):
+    d = data.draw
+    layer = Layer(K=256, N=384, num_experts=12, num_local_experts=6, topk=2)
+    rows, offset = d(st.integers(1, 3000)), d(st.integers(0, 1))
+    scale_format = d(st.sampled_from(["fp32", "ue8m0"]))
+    layouts = ["row", "column", "tma"] + ["packed"] * (scale_format == "ue8m0")
+    named = {"scale_format": scale_format, "scale_layout": d(st.sampled_from(layouts))}
+    x_type = np.dtype(d(st.sampled_from([np.float32, np.float16, BF16])))
+    columns = d(st.sampled_from([layer.K, layer.N]))
+    ids_type = np.dtype(d(st.sampled_from(["int32", "int64"])))
+    map_ = d(st.sampled_from([None, aligned_empty((12,), np.dtype(np.int32))]))
+    ids = d(st.sampled_from([None, aligned_empty((rows, 1), ids_type)]))
+    launches.clear()
+    cumoe.per_token_group_quant_fp8(aligned_empty((rows, columns), x_type, offset), **named)
+    cumoe.silu_and_mul_quant_fp8(
+        aligned_empty((rows, 2 * layer.N), BF16, offset),
+        limit=d(st.sampled_from([None, 7.0])), alpha=d(st.sampled_from([1.0, 1.7])),
+        topk_ids=ids, expert_map=None if ids is None else map_, **named,
+    )  # fmt: skip
+    block = d(st.sampled_from([1, 16, 64]))
+    cumoe.moe_align_block_size(aligned_empty((rows, 2), ids_type), block, 12, map_)
+    assert len({s.kernel.stem for s in launches}) == 3
+    assert keys(launches) <= keys(reachable(H200, layer))
+
+
+@settings(deadline=None)
+@given(st.integers(1, 300), st.integers(1, 16), st.integers(1, 8), st.integers(1, 8), st.booleans())
+def test_the_set_is_what_all_token_counts_reach(experts, topk, k, n, clamp):
+    layer = {"K": 128 * k, "N": 128 * n, "num_experts": experts, "topk": topk, "clamp": clamp}
+    problem = fused.Problem(
+        1, 128 * k, 128 * n, experts, experts, topk, "int32", "fp32", False, "fp32", clamp,
+        False, False, True, True,
+    )  # fmt: skip
+    counts = {1 << i for i in range(18)} | set(range(1, 40, 3))
+    counts |= {c + near for c in fused.representative_token_counts(problem) for near in (-1, 0, 1)}
+    plans = (fused.plan(problem._replace(M=m), H200) for m in counts if m > 0)
+    assert {s.kernel for p in plans for s in steps_in(p)} == set(layer_specs(H200, **layer))
+
+
+def test_a_missing_regime_would_be_seen(monkeypatch):
+    layer = {"K": 256, "N": 128, "num_experts": 8, "topk": 2}
+    whole = layer_specs(H200, **layer)
+    monkeypatch.setattr(fused, "representative_token_counts", lambda problem: (1,))
+    assert set(layer_specs(H200, **layer)) < set(whole)
+
+
+def test_the_number_of_sms_chooses_no_kernel():
+    layer = Layer(6144, 256, 256, 256, 8)
+    h20 = H200._replace(num_sms=78)
+    assert keys(all_steps(h20, layer)) == keys(all_steps(H200, layer))
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES.values())
+def test_every_architecture_has_its_kernels(arch):
+    layer = Layer(512, 256, 16, 8, 2)
+    device = device_of(arch)
+    steps = serving_steps(device, layer)
+    assert {s.kernel.arch for s in steps} == {arch}
+    assert all(s.launch.smem_bytes <= device.smem_optin_bytes for s in steps)
+
+
+def test_an_unknown_architecture_is_refused_by_name():
+    with pytest.raises(ArgumentError, match=r"arch: want one of sm_89, .*, got 'sm_90'"):
+        device_of("sm_90")
+
+
+def test_h200_is_the_sm_90a_device():
+    assert device_of("sm_90a") == H200
+
+
+def test_specs_are_sorted_and_single():
+    specs = specs_of(serving_steps(H200, Layer(512, 256, 16, 16, 2)))
+    assert [s.text for s in specs] == sorted({s.text for s in specs})
+
+
+def test_the_default_set_of_a_layer_is_small():
+    layer = Layer(6144, 256, 256, 256, 8, scale_formats=("fp32", "ue8m0"))
+    assert len(specs_of(serving_steps(H200, layer))) < 60
