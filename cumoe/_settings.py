@@ -5,34 +5,98 @@ Read once, at first use, never at import and never in a call that has run before
 
 from __future__ import annotations
 
+import logging
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
+from cumoe.errors import ArgumentError
+
+_TRUTH = {"1": True, "true": True, "0": False, "false": False}
+_LEVELS = ("debug", "info", "warning", "error", "critical")
+
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """One field per variable; `docs/cache.md` and the README list the same ones."""
+    """One field per variable, ``CUMOE_`` and its name; the README's table lists the same ones."""
 
     cache_dir: Path
-    """CUMOE_CACHE_DIR: where compiled kernels are kept; by default the user's cache folder."""
+    """Where compiled kernels are kept; by default the user's cache folder."""
+    cache_path: tuple[Path, ...]
+    """More folders of compiled kernels, read after `cache_dir` in this order, never written."""
+    disable_jit: bool
+    """A kernel that is in none of these folders is an error instead of a compile."""
     arch: str | None
-    """CUMOE_ARCH: compile for this architecture (as ``sm_90a``) when no GPU is present."""
+    """Compile for this architecture (as ``sm_90a``) where no GPU is present."""
+    log: str | None
+    """Level of the log on stderr."""
+    fused_act_quant: bool
+    """Activation and quantization are one kernel; else two, to compare."""
+
+
+@cache
+def settings() -> Settings:
+    """The settings of this process, resolved once; attaches the log of CUMOE_LOG.
+
+    Raises:
+        ArgumentError: a variable has a value that it cannot have.
+    """
+    env = os.environ
+    root = env.get("CUMOE_CACHE_DIR")
+    found = Settings(
+        cache_dir=_absolute(root) if root else _user_cache_dir(),
+        cache_path=tuple(map(_absolute, filter(None, _paths(env.get("CUMOE_CACHE_PATH", ""))))),
+        disable_jit=_truth(env, "CUMOE_DISABLE_JIT", default=False),
+        arch=env.get("CUMOE_ARCH") or None,
+        log=_level(env, "CUMOE_LOG"),
+        fused_act_quant=_truth(env, "CUMOE_FUSED_ACT_QUANT", default=True),
+    )
+    if found.log is not None:
+        _log_to_stderr(found.log)
+    return found
+
+
+def _paths(text: str) -> list[str]:
+    return text.split(os.pathsep)
+
+
+def _absolute(path: str) -> Path:
+    """A path that stays the same when the process changes its folder."""
+    return Path(os.path.expanduser(path)).absolute()
 
 
 def _user_cache_dir() -> Path:
     import platformdirs
 
-    return Path(platformdirs.user_cache_dir("cumoe", appauthor=False))
+    path = Path(platformdirs.user_cache_dir("cumoe", appauthor=False))
+    # A user without a home: below a file nothing can be made, so kernels are kept in memory.
+    return path if path.is_absolute() else Path(os.devnull, "no-home", "cumoe")
+
+
+def _truth(env: Mapping[str, str], name: str, *, default: bool) -> bool:
+    text = env.get(name, "").lower()
+    if text and text not in _TRUTH:
+        raise ArgumentError(
+            f"{name}: wanted 1 or 0, got {env[name]!r}; set one of them, or unset it"
+        )
+    return _TRUTH[text] if text else default
+
+
+def _level(env: Mapping[str, str], name: str) -> str | None:
+    text = env.get(name, "").lower()
+    if text and text not in _LEVELS:
+        raise ArgumentError(
+            f"{name}: wanted one of {', '.join(_LEVELS)}, got {env[name]!r}; set one, or unset it"
+        )
+    return text or None
 
 
 @cache
-def settings() -> Settings:
-    """The settings of this process, resolved once."""
-    env = os.environ
-    root = env.get("CUMOE_CACHE_DIR")
-    return Settings(
-        cache_dir=Path(root).expanduser() if root else _user_cache_dir(),
-        arch=env.get("CUMOE_ARCH") or None,
-    )
+def _log_to_stderr(level: str) -> None:
+    handler = logging.StreamHandler()
+    handler.setFormatter(logging.Formatter("%(asctime)s cumoe[%(process)d] %(message)s"))
+    logger = logging.getLogger("cumoe")
+    logger.addHandler(handler)
+    logger.setLevel(level.upper())
