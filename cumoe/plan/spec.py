@@ -2,8 +2,16 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import NamedTuple
+
+from cumoe.errors import ArgumentError
+
+_TEXT = re.compile(
+    r"(?P<stem>\w+)-(?P<arch>sm_\w+)(?P<pairs>(?:-[A-Za-z_]\w*=-?\d{1,19})*)", re.ASCII
+)
+_PAIR = re.compile(r"-(\w+)=(-?\d+)", re.ASCII)
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +39,19 @@ class KernelSpec:
 def kernel_spec(stem: str, arch: str, **constants: int) -> KernelSpec:
     """A KernelSpec with its constants in canonical order and as plain integers."""
     return KernelSpec(stem, arch, tuple(sorted((k, int(v)) for k, v in constants.items())))
+
+
+def parse_spec(text: str) -> KernelSpec:
+    """The KernelSpec whose `text` this is; raises ArgumentError for any other text."""
+    match = _TEXT.fullmatch(text)
+    pairs = _PAIR.findall(match["pairs"]) if match else []
+    if match is None or len({name for name, _ in pairs}) < len(pairs):
+        raise ArgumentError(
+            f"kernel: wanted its name as stem-arch-A=1-B=2, each constant once, got {text!r}; "
+            "take it from `cumoe cache list` or from the message that asked for it"
+        )
+    constants = sorted((name, int(value)) for name, value in pairs)
+    return KernelSpec(match["stem"], match["arch"], tuple(constants))
 
 
 class LaunchSpec(NamedTuple):
