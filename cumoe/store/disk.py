@@ -1,19 +1,18 @@
 """Cubins on disk: immutable, content-addressed, verified at every read.
 
     <root>/<key[:2]>/<key>.cubin    the ELF file, as cuobjdump and the driver take it
-    <root>/<key[:2]>/<key>.json     the key's fields, size, SHA-256 and date; written first
-    <root>/<key[:2]>/<key>.lock     empty; kept, since deleting it would split its waiters
+    <root>/<key[:2]>/<key>.json     the key's fields, size, SHA-256 and date; touched at each load
+    <root>/<key[:2]>/<key>.lock     empty; see `locks`
 
-Nothing here is needed for a right answer: an OSError while reading is a miss, a lock that cannot
-be had is done without, and a damaged entry is overwritten by the next compile.
+Nothing here is needed for a right answer: an OSError while reading is a miss, and a damaged entry
+is overwritten by the next compile. Files are touched by functions of `os` alone, so that tests can
+let each call fail.
 """
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import json
-import logging
 import os
 import secrets
 import time
@@ -25,13 +24,9 @@ from typing import Any, NamedTuple
 
 from cumoe.store.key import Fields, digest
 
-logger = logging.getLogger("cumoe")
-
-LOCK_TIMEOUT_S = 30.0
-"""A kernel compiles in seconds: whoever holds its lock for longer is stuck."""
 STRAY_AGE_S = 3600.0
 """A temporary file this old was left by a process that died."""
-_POLL_S = 0.02
+_CHUNK = 1 << 20  # bytes per read
 
 
 class Reading(NamedTuple):
@@ -50,16 +45,16 @@ def read(root: Path, key: str) -> Reading:
     """The cubin of `key` if its size, SHA-256 and key are what the manifest says."""
     path = entry_path(root, key)
     try:
-        data = path.read_bytes()
+        data = read_file(path)
     except OSError:
         return Reading(None)
     try:
-        damage = _damage(key, data, json.loads(path.with_suffix(".json").read_bytes()))
+        damage = _damage(key, data, json.loads(read_file(path.with_suffix(".json"))))
     except FileNotFoundError:
         damage = "no manifest"
     except OSError:
         return Reading(None)
-    except (ValueError, TypeError, AttributeError):
+    except (ValueError, TypeError, AttributeError, RecursionError):
         damage = "the manifest is not readable"
     return Reading(None, damage) if damage else Reading(data)
 
@@ -73,45 +68,88 @@ def publish(root: Path, key: str, data: bytes, fields: Fields) -> Path:
         OSError: the folder cannot be written.
     """
     path = entry_path(root, key)
-    path.parent.mkdir(parents=True, exist_ok=True)
     manifest = {
         "fields": dict(fields),
         "sha256": hashlib.sha256(data).hexdigest(),
         "size": len(data),
         "created": datetime.now(UTC).isoformat(timespec="seconds"),
     }
-    _replace(path.with_suffix(".json"), json.dumps(manifest, indent=1).encode())
-    _replace(path, data)
+    text = json.dumps(manifest, indent=1).encode()
+    try:
+        _publish(path, data, text)
+    except FileNotFoundError:  # somebody removed the folder just after it was made
+        _publish(path, data, text)
     return path
 
 
-@contextmanager
-def lock(root: Path, key: str, name: str, timeout_s: float | None = None) -> Iterator[bool]:
-    """Keeps other processes from compiling `key`; yields whether the lock is held.
+def touch(path: Path) -> None:
+    """Notes that the entry of this cubin was used now, where that can be noted."""
+    with suppress(OSError):
+        os.utime(path.with_suffix(".json"))
 
-    After `timeout_s` (LOCK_TIMEOUT_S), or where the file system has no locks, the caller goes on
-    without. The kernel releases the lock of a process that dies.
-    """
-    fd = _acquire(
-        entry_path(root, key).with_suffix(".lock"),
-        name,
-        LOCK_TIMEOUT_S if timeout_s is None else timeout_s,
-    )
-    try:
-        yield fd is not None
-    finally:
-        if fd is not None:
-            _release(fd)
+
+def files(root: Path) -> Iterator[Path]:
+    """Every file in the folders of the entries; what cannot be listed is left out."""
+    for folder in _names(root):
+        if len(folder) == 2:
+            for name in _names(root / folder):
+                yield root / folder / name
 
 
 def sweep(root: Path) -> None:
     """Removes the temporary files that dead processes left."""
-    oldest = time.time() - STRAY_AGE_S
+    for path in files(root):
+        if path.name.startswith(".") and path.suffix == ".tmp":
+            remove_stray(path)
+
+
+def remove_stray(path: Path) -> None:
+    """Removes a file that no whole entry needs, unless it is so young that it may become one."""
     with suppress(OSError):
-        for path in root.glob("??/.*.tmp"):
-            with suppress(OSError):
-                if path.stat().st_mtime < oldest:
-                    path.unlink()
+        if os.stat(path).st_mtime < time.time() - STRAY_AGE_S:
+            os.unlink(path)
+
+
+def read_file(path: Path) -> bytes:
+    """The whole file; raises OSError."""
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        return b"".join(iter(lambda: os.read(fd, _CHUNK), b""))
+    finally:
+        with suppress(OSError):
+            os.close(fd)
+
+
+@contextmanager
+def written(path: Path, data: bytes) -> Iterator[Path]:
+    """`data` in a private file beside `path`, which is removed if it is still there at the end."""
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}.tmp")
+    try:
+        # Exclusive like mkstemp, but readable by others as far as the umask allows.
+        fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
+        try:
+            _write(fd, data)
+            os.fsync(fd)
+        finally:
+            os.close(fd)  # a network file system may tell of a full disk only here
+        yield temporary
+    finally:
+        with suppress(OSError):
+            os.unlink(temporary)
+
+
+def _publish(path: Path, data: bytes, manifest: bytes) -> None:
+    os.makedirs(path.parent, exist_ok=True)
+    manifest_path = path.with_suffix(".json")
+    with written(manifest_path, manifest) as text, written(path, data) as cubin:
+        os.replace(text, manifest_path)
+        os.replace(cubin, path)
+
+
+def _write(fd: int, data: bytes) -> None:
+    rest = memoryview(data)
+    while rest:
+        rest = rest[os.write(fd, rest) :]
 
 
 def _damage(key: str, data: bytes, manifest: Any) -> str:
@@ -125,61 +163,8 @@ def _damage(key: str, data: bytes, manifest: Any) -> str:
     return ""
 
 
-def _replace(path: Path, data: bytes) -> None:
-    """Puts `data` at `path` in one step, through a private file in the same folder."""
-    temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}.tmp")
+def _names(folder: Path) -> list[str]:
     try:
-        # Exclusive like mkstemp, but readable by others as far as the umask allows.
-        fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
-        with open(fd, "wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(fd)
-        os.replace(temporary, path)
-    finally:
-        with suppress(OSError):
-            temporary.unlink()
-
-
-def _acquire(path: Path, name: str, timeout_s: float) -> int | None:
-    """A descriptor that holds the lock, or None."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+        return sorted(os.listdir(folder))
     except OSError:
-        return None
-    try:
-        if _wait(fd, path, name, timeout_s):
-            return fd
-    except (OSError, NotImplementedError):
-        logger.debug("no lock on %s: this file system has none", path)
-    os.close(fd)
-    return None
-
-
-def _wait(fd: int, path: Path, name: str, timeout_s: float) -> bool:
-    start = time.monotonic()
-    told = False
-    while not _try_lock(fd):
-        if not told:
-            logger.info("another process compiles %s: waiting up to %g s", name, timeout_s)
-            told = True
-        if time.monotonic() - start >= timeout_s:
-            logger.warning("%s was held for %g s: compiling %s all the same", path, timeout_s, name)
-            return False
-        time.sleep(_POLL_S)
-    return True
-
-
-def _try_lock(fd: int) -> bool:
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
-
-
-def _release(fd: int) -> None:
-    with suppress(OSError):
-        fcntl.flock(fd, fcntl.LOCK_UN)  # closing alone would leave it to a child forked meanwhile
-    os.close(fd)
+        return []

@@ -1,4 +1,4 @@
-"""KernelSpec to verified cubin: memory, then disk, then NVRTC."""
+"""KernelSpec to verified cubin: memory, then the folders on disk, then NVRTC."""
 
 from __future__ import annotations
 
@@ -9,15 +9,18 @@ import time
 import warnings
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import NamedTuple
 
 from cumoe._settings import settings
 from cumoe.errors import CacheWarning, CompileError
 from cumoe.plan.spec import KernelSpec
-from cumoe.store import disk, nvrtc
+from cumoe.store import disk, locks, nvrtc
 from cumoe.store import key as keys
 from cumoe.store.flags import nvrtc_flags
+from cumoe.store.missing import not_built
 from cumoe.store.source import read_source
 
 logger = logging.getLogger("cumoe")
@@ -34,6 +37,15 @@ class Cubin:
     """The ELF file."""
     path: Path | None
     """The same bytes on disk; None where the cache cannot be written."""
+
+
+class _Wanted(NamedTuple):
+    """A kernel, and the text that NVRTC gets for it: read once, so what is hashed is compiled."""
+
+    spec: KernelSpec
+    source: str
+    fields: keys.Fields
+    key: str
 
 
 @dataclass(slots=True)
@@ -79,6 +91,7 @@ def get(spec: KernelSpec) -> Cubin:
     """The cubin of `spec`, compiled if it is nowhere yet; from many threads too, once.
 
     Raises:
+        KernelNotBuiltError: it is nowhere yet, and CUMOE_DISABLE_JIT=1.
         CompileError: NVRTC refused the kernel; carries its log.
         UnsupportedDeviceError: CuPy or NVRTC is not usable here.
 
@@ -87,7 +100,7 @@ def get(spec: KernelSpec) -> Cubin:
     """
     cubin = _memory.get(spec)
     if cubin is None:
-        return _get_cold(spec)
+        return _get_cold(spec, may_compile=not settings().disable_jit)
     _counters.memory_hits += 1
     return cubin
 
@@ -98,13 +111,14 @@ def lookup(spec: KernelSpec) -> Cubin | None:
     if cubin is not None:
         _counters.memory_hits += 1
         return cubin
-    key = keys.digest(keys.fields(spec))
-    data = disk.read(settings().cache_dir, key).data
-    return None if data is None else _memory.setdefault(spec, _from_disk(spec, key, data))
+    found, _ = _search(_want(spec))
+    return None if found is None else _memory.setdefault(spec, found)
 
 
 def build(specs: Iterable[KernelSpec], jobs: int | None = None) -> Report:
     """Gets many kernels, `jobs` at a time (by default one per CPU); a failure stops no other.
+
+    Compiles in spite of CUMOE_DISABLE_JIT: that is for kernels nobody asked to build.
 
     Raises:
         UnsupportedDeviceError: CuPy or NVRTC is not usable here.
@@ -124,6 +138,12 @@ def build(specs: Iterable[KernelSpec], jobs: int | None = None) -> Report:
     )
 
 
+def roots() -> tuple[Path, ...]:
+    """The folders of compiled kernels in the order of search; only the first is ever written."""
+    now = settings()
+    return tuple(dict.fromkeys([now.cache_dir, *now.cache_path]))
+
+
 def stats() -> Counters:
     """A copy of the counters of this process."""
     return replace(_counters)
@@ -133,63 +153,99 @@ def forget() -> None:
     """Drops what this process holds, counters included; the disk keeps its entries."""
     global _counters
     _memory.clear()
+    locks.let_go()
     _done_once.clear()
     _counters = Counters()
 
 
 def _try_get(spec: KernelSpec) -> Cubin | CompileError:
     try:
-        return get(spec)
+        return _get_cold(spec, may_compile=True)
     except CompileError as error:
         return error
 
 
-def _get_cold(spec: KernelSpec) -> Cubin:
+def _get_cold(spec: KernelSpec, *, may_compile: bool) -> Cubin:
     with _locks.setdefault(spec, threading.Lock()):
         cubin = _memory.get(spec)
         if cubin is None:
-            cubin = _memory[spec] = _find_or_compile(spec)
+            cubin = _memory[spec] = _find_or_compile(_want(spec), may_compile)
         else:
             _count(memory_hits=1)
         return cubin
 
 
-def _find_or_compile(spec: KernelSpec) -> Cubin:
-    source = read_source(spec)  # read once: what is hashed is what is compiled
+def _want(spec: KernelSpec) -> _Wanted:
+    source = read_source(spec)
     fields = keys.fields(spec, source)
-    key = keys.digest(fields)
-    root = settings().cache_dir
-    data = disk.read(root, key).data
-    if data is not None:
-        return _from_disk(spec, key, data)
-    with disk.lock(root, key, spec.text):
-        again = disk.read(root, key)
-        if again.data is not None:
-            return _from_disk(spec, key, again.data)
-        if again.damage:
-            _count(damaged=1)
-            logger.warning("%s: %s; compiling", disk.entry_path(root, key), again.damage)
-        data = _compile(spec, source)
-        return Cubin(spec, key, data, _publish(root, key, data, fields))
+    return _Wanted(spec, source, fields, keys.digest(fields))
 
 
-def _from_disk(spec: KernelSpec, key: str, data: bytes) -> Cubin:
+def _find_or_compile(wanted: _Wanted, may_compile: bool) -> Cubin:
+    found, damages = _search(wanted)
+    if found is not None:
+        return found
+    if not may_compile:
+        where = " or ".join(map(str, roots()))
+        reason = f"not in {where}, and CUMOE_DISABLE_JIT=1 forbids compiling"
+        raise not_built([wanted.spec], "; ".join([reason, *damages]))
+    with _alone(wanted):
+        found, damages = _search(wanted)
+        return found or _compile_and_publish(wanted, damages)
+
+
+def _alone(wanted: _Wanted) -> AbstractContextManager[object]:
+    """The lock that lets one process compile; useless where the result cannot be handed over."""
+    if "unwritable" in _done_once:
+        return nullcontext()
+    return locks.compiling(disk.entry_path(settings().cache_dir, wanted.key), wanted.spec.text)
+
+
+def _search(wanted: _Wanted) -> tuple[Cubin | None, list[str]]:
+    """The first whole entry in the folders, and what is wrong with entries before it."""
+    damages: list[str] = []
+    for root in roots():
+        path = disk.entry_path(root, wanted.key)
+        own = root == settings().cache_dir
+        if own and not locks.hold(path):
+            continue
+        data, damage = disk.read(root, wanted.key)
+        if data is not None:
+            return _from_disk(wanted, data, path, own=own), damages
+        if damage:
+            damages.append(f"{path}: {damage}")
+    return None, damages
+
+
+def _from_disk(wanted: _Wanted, data: bytes, path: Path, *, own: bool) -> Cubin:
     _count(disk_hits=1)
-    return Cubin(spec, key, data, disk.entry_path(settings().cache_dir, key))
+    if own:
+        disk.touch(path)
+    return Cubin(wanted.spec, wanted.key, data, path)
 
 
-def _compile(spec: KernelSpec, source: str) -> bytes:
+def _compile_and_publish(wanted: _Wanted, damages: list[str]) -> Cubin:
+    for damage in damages:
+        _count(damaged=1)
+        logger.warning("%s; compiling", damage)
+    data = _compile(wanted)
+    return Cubin(wanted.spec, wanted.key, data, _publish(wanted, data))
+
+
+def _compile(wanted: _Wanted) -> bytes:
+    spec = wanted.spec
     start = time.perf_counter()
-    data = nvrtc.compile(source, f"{spec.stem}.cu", nvrtc_flags(spec.arch))
+    data = nvrtc.compile(wanted.source, f"{spec.stem}.cu", nvrtc_flags(spec.arch))
     seconds = time.perf_counter() - start
     _count(compiled=1, compile_s=seconds)
     logger.info("compiled %s in %.0f ms, %d bytes", spec.text, seconds * 1e3, len(data))
     return data
 
 
-def _publish(root: Path, key: str, data: bytes, fields: keys.Fields) -> Path | None:
+def _publish(wanted: _Wanted, data: bytes) -> Path | None:
+    root = settings().cache_dir
     try:
-        path = disk.publish(root, key, data, fields)
+        path = disk.publish(root, wanted.key, data, wanted.fields)
     except OSError as error:
         if _first("unwritable"):
             warnings.warn(
@@ -199,6 +255,7 @@ def _publish(root: Path, key: str, data: bytes, fields: keys.Fields) -> Path | N
                 stacklevel=2,
             )
         return None
+    locks.hold(path)
     if _first("sweep"):
         disk.sweep(root)
     return path

@@ -20,7 +20,7 @@ PRELUDE = """
 import dataclasses, fcntl, hashlib, os, sys, threading, time
 from pathlib import Path
 from cumoe.plan.spec import kernel_spec
-from cumoe.store import disk, key, nvrtc, source, store
+from cumoe.store import disk, key, locks, nvrtc, source, store
 from tests.helpers.child import at_barrier, report
 source.kernels_root = lambda: Path(sys.argv[1])
 SPEC = kernel_spec("tiny", "sm_90a", A=5)
@@ -93,7 +93,7 @@ def test_eight_processes_without_locks_agree(kernels: Path, cache: Path) -> None
 
 def test_a_killed_lock_holder_holds_nobody_up(kernels: Path, cache: Path) -> None:
     holder = _start(
-        "with disk.lock(CACHE, key.digest(key.fields(SPEC)), 'k') as held:\n"
+        "with locks.compiling(disk.entry_path(CACHE, key.digest(key.fields(SPEC))), 'k') as held:\n"
         "    assert held\n"
         "    at_barrier()\n",
         kernels,
@@ -101,11 +101,11 @@ def test_a_killed_lock_holder_holds_nobody_up(kernels: Path, cache: Path) -> Non
     )
     waiter = _start(
         "nvrtc.nvrtc_build()\n"
-        "wait = disk._wait\n"
+        "wait = locks._wait\n"
         "def tell(*args):\n"
         "    print('waiting', flush=True)\n"
         "    return wait(*args)\n"
-        "disk._wait = tell\n"
+        "locks._wait = tell\n"
         "at_barrier()\n"
         "store.get(SPEC)\n"
         "report(at=time.time(), compiled=store.stats().compiled)\n",
@@ -166,7 +166,7 @@ def test_a_child_forked_during_a_compile_is_not_locked_out(kernels: Path, cache:
         "    go_on.wait()\n"
         "    return compiler(*args)\n"
         "nvrtc.compile = stuck\n"
-        "disk.LOCK_TIMEOUT_S = 0.2\n"
+        "locks.LOCK_TIMEOUT_S = 0.2\n"
         "thread = threading.Thread(target=store.get, args=(SPEC,))\n"
         "thread.start()\n"
         "compiling.wait()\n"
