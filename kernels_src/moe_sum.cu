@@ -12,10 +12,6 @@ static_assert(TOPK >= 1 && TOPK <= 64, "topk is 1 to 64");
 static_assert(WEIGHT >= -1 && WEIGHT <= FP32, "weights are absent (-1) or a FloatType");
 static_assert(IDS == INT32_IDS || IDS == INT64_IDS, "topk_ids is int32 or int64");
 
-DEVICE u32 pack_bf16x2(float low, float high) {
-    return u32(f32_to_bf16(low)) | u32(f32_to_bf16(high)) << 16;
-}
-
 extern "C" __global__ void __launch_bounds__(256) moe_sum(
     const u16* __restrict__ d,               // [M * TOPK, K] bf16
     const void* __restrict__ topk_weights,   // [M, TOPK] WEIGHT type, or unused
@@ -39,19 +35,15 @@ extern "C" __global__ void __launch_bounds__(256) moe_sum(
         float w = 1.0f;
         if constexpr (WEIGHT >= 0) w = load_float<WEIGHT>(topk_weights, slot);
         float v[8];
-        load8<BF16, true>(d, slot * K + column, v);
+        load_f32<BF16, true>(d, slot * K + column, v);
 #pragma unroll
         for (int i = 0; i < 8; i++) sum[i] = sum[i] + w * v[i];
     }
 #pragma unroll
     for (int i = 0; i < 8; i++) sum[i] *= factor;
     u16* to = out + token * out_row_stride + column;
-    if constexpr (ALIGNED) {
-        *reinterpret_cast<uint4*>(to) =
-            make_uint4(pack_bf16x2(sum[0], sum[1]), pack_bf16x2(sum[2], sum[3]),
-                       pack_bf16x2(sum[4], sum[5]), pack_bf16x2(sum[6], sum[7]));
-    } else {
+    u32 pairs[4];
 #pragma unroll
-        for (int i = 0; i < 8; i++) to[i] = f32_to_bf16(sum[i]);
-    }
+    for (int i = 0; i < 4; i++) pairs[i] = round_bf16x2(sum[2 * i], sum[2 * i + 1]);
+    store_bf16x2<ALIGNED>(to, pairs);
 }

@@ -1,38 +1,92 @@
 // silu_and_mul_quant_fp8: [R, 2H] bf16 gate | up -> e4m3 codes and one scale per 128 values.
 //
-//   g = bf16(min(gate, limit))      u = clamp(up, -limit, limit), kept in fp32
-//   s = bf16(g / (1 + exp(-alpha g)))
-//   y = bf16(s (u + beta))          q, scale = group quantization of y
+//   y = swiglu(gate, up), rounded to bf16 (common/swiglu.cuh)
+//   q, scale = group quantization of y (common/group_quant.cuh)
 //
 // Row r is one (token, slot) pair. With IDS only the rows of experts on this rank are computed; the
-// others keep the bytes they had. 16 lanes own a group; a CTA owns 16 groups.
+// others keep the bytes they had. Two strategies give the same bytes:
+//
+//   a warp a group, all at once: the shortest way through a small call
+//   PERSISTENT: 16 lanes a group, CTAs walk chunks of rows, of which they first find the valid ones
 #include "common/group_quant.cuh"
 #include "common/routing.cuh"
+#include "common/swiglu.cuh"
 #include "common/vec.cuh"
 
 static_assert(H > 0 && H % GROUP == 0, "H is a positive multiple of the group size");
 static_assert(!PACKED || UE8M0, "only power-of-two scales fit into exponent bytes");
 static_assert(!MAP || IDS, "an expert map needs ids to map");
+static_assert(CLAMP >= NO_CLAMP && CLAMP <= FP32_CLAMP, "how the clamp is compiled");
 
-constexpr u32 NEGATIVE_INFINITY = 0xFF800000u;  // bits
 constexpr int GROUPS = H / GROUP;
 constexpr int GROUPS_PADDED = PACKED ? ceil_div(GROUPS, 4) * 4 : GROUPS;
 
-// Comparisons, not fminf: a NaN must stay NaN.
-DEVICE float clamp_above(float v, float limit) { return v > limit ? limit : v; }
-DEVICE float clamp_below(float v, float limit) { return v < limit ? limit : v; }
+struct Arguments {
+    const u16* gate_up;        // [R, 2H] bf16
+    i64 gate_up_row_stride;
+    const void* topk_ids;      // [R]
+    const i32* expert_map;     // [num_experts]
+    u8* q;                     // [R, H] e4m3
+    void* scale;
+    i64 scale_row_stride, scale_group_stride;
+    i64 R, R_padded, num_experts, num_local_experts;
+    Swiglu swiglu;
+};
 
-DEVICE float activate(float gate, float up, float limit, float alpha, float beta) {
-    const float g = CLAMP ? round_bf16(clamp_above(gate, limit)) : gate;
-    const float u = CLAMP ? clamp_below(clamp_above(up, limit), -limit) : up;
-    const float sigmoid_inverse = 1.0f + expf(SCALED ? -alpha * g : -g);
-    // -inf / (1 + exp(inf)) would be NaN; its limit is -0.
-    const float s = __float_as_uint(g) == NEGATIVE_INFINITY ? -0.0f : g / sigmoid_inverse;
-    // u + 0 turns -0 into +0, so the addition stays when beta is 0.
-    return round_bf16(round_bf16(s) * (u + (SCALED ? beta : 0.0f)));
+DEVICE bool is_valid(const Arguments& a, i64 row) {
+    return IDS == NO_IDS || row >= a.R ||
+           local_expert<IDS, MAP>(a.topk_ids, row, a.expert_map, a.num_experts,
+                                  a.num_local_experts) >= 0;
 }
 
-extern "C" __global__ void __launch_bounds__(256) silu_and_mul_quant_fp8(
+// One group by the LANES lanes of a warp that call it together; padding gets the scale 0.
+template <int LANES>
+DEVICE void compute_group(const Arguments& a, i64 row, int group) {
+    constexpr int VALUES = GROUP / LANES;
+    const int lane = threadIdx.x % LANES;
+    float s = 0.0f;
+    if (row < a.R && group < GROUPS) {
+        const int column = group * GROUP + lane * VALUES;
+        const i64 offset = row * a.gate_up_row_stride + column;
+        u32 gate[VALUES / 2], up[VALUES / 2], y[VALUES / 2], codes[VALUES / 4];
+        load_bf16x2<ALIGNED>(a.gate_up, offset, gate);
+        load_bf16x2<ALIGNED>(a.gate_up, offset + H, up);
+        swiglu_lane<CLAMP, SCALED>(gate, up, a.swiglu, y);
+        s = group_scale<UE8M0>(group_amax<LANES>(amax_bf16x2(y)));
+        float v[VALUES];
+#pragma unroll
+        for (int i = 0; i < VALUES / 2; i++) v[2 * i] = low_f32(y[i]), v[2 * i + 1] = high_f32(y[i]);
+        quantize_lane<UE8M0, true>(v, s, codes);
+        store_codes<ALIGNED>(a.q + row * H + column, codes);
+    }
+    if (lane == 0)
+        store_scale<PACKED>(a.scale, row, group, a.scale_row_stride, a.scale_group_stride, s);
+}
+
+// The shortest way through a small call: a warp a group, all of them at once.
+DEVICE void compute_at_once(const Arguments& a) {
+    const i64 item = (i64(blockIdx.x) * blockDim.x + threadIdx.x) / 32;
+    const i64 row = item / GROUPS_PADDED;
+    if (row < a.R_padded && is_valid(a, row)) compute_group<32>(a, row, int(item % GROUPS_PADDED));
+}
+
+// CTAs walk chunks of up to 32 rows. Each warp finds the valid rows of a chunk by one ballot; the
+// half-warps of the CTA then share the groups of these rows evenly.
+DEVICE void compute_by_chunks(const Arguments& a, i64 chunk_rows) {
+    const int half_warps = blockDim.x / 16, half_warp = threadIdx.x / 16;
+    for (i64 first = blockIdx.x * chunk_rows; first < a.R_padded; first += gridDim.x * chunk_rows) {
+        const i64 mine = first + threadIdx.x % 32;
+        const bool counts = threadIdx.x % 32 < chunk_rows && mine < a.R_padded && is_valid(a, mine);
+        u32 valid = __ballot_sync(0xFFFFFFFFu, counts);
+        const int items = __popc(valid) * GROUPS_PADDED;
+        for (int item = half_warp, passed = 0; item < items; item += half_warps) {
+            for (; passed < item / GROUPS_PADDED; passed++) valid &= valid - 1;
+            compute_group<16>(a, first + __ffs(valid) - 1, item % GROUPS_PADDED);
+        }
+    }
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, PERSISTENT ? CTAS_PER_SM : 1) silu_and_mul_quant_fp8(
     const u16* __restrict__ gate_up,       // [R, 2H] bf16, rows gate_up_row_stride apart
     i64 gate_up_row_stride,                // elements
     const void* __restrict__ topk_ids,     // [R] IDS type, or unused
@@ -45,30 +99,16 @@ extern "C" __global__ void __launch_bounds__(256) silu_and_mul_quant_fp8(
     i64 R_padded,
     i64 num_experts,
     i64 num_local_experts,
+    i64 chunk_rows,                        // 1 to 32, if PERSISTENT
     float limit,
     float alpha,
     float beta) {
-    const i64 item = (i64(blockIdx.x) * blockDim.x + threadIdx.x) / GROUP_LANES;
-    const i64 row = item / GROUPS_PADDED;
-    const int group = int(item % GROUPS_PADDED);
-    const int lane = threadIdx.x % GROUP_LANES;
-    if (row >= R_padded) return;
-    if (row < R && IDS != NO_IDS &&
-        local_expert<IDS, MAP>(topk_ids, row, expert_map, num_experts, num_local_experts) < 0)
-        return;
-    if (row >= R || group >= GROUPS) {
-        if (lane == 0)
-            store_scale<PACKED>(scale, row, group, scale_row_stride, scale_group_stride, 0.0f);
-        return;
+    const Arguments a{gate_up, gate_up_row_stride, topk_ids, expert_map, q, scale, scale_row_stride,
+                      scale_group_stride, R, R_padded, num_experts, num_local_experts,
+                      Swiglu{limit, alpha, beta}};
+    if constexpr (PERSISTENT) {
+        compute_by_chunks(a, chunk_rows);
+    } else {
+        compute_at_once(a);
     }
-
-    float gate[LANE_VALUES], up[LANE_VALUES];
-    const int column = group * GROUP + lane * LANE_VALUES;
-    load8<BF16, ALIGNED>(gate_up, row * gate_up_row_stride + column, gate);
-    load8<BF16, ALIGNED>(gate_up, row * gate_up_row_stride + H + column, up);
-#pragma unroll
-    for (int i = 0; i < LANE_VALUES; i++) gate[i] = activate(gate[i], up[i], limit, alpha, beta);
-    const float s = group_scale<UE8M0>(group_amax(gate));
-    store8<ALIGNED>(q + row * H + column, quantize_lane(gate, s));
-    if (lane == 0) store_scale<PACKED>(scale, row, group, scale_row_stride, scale_group_stride, s);
 }

@@ -6,12 +6,17 @@ Layouts are those of cuda.h, the same in CUDA 12 and 13.
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
 
 from cumoe.errors import CumoeError, UnsupportedDeviceError
 
 MAX_DYNAMIC_SHARED_SIZE_BYTES = 8
 """CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES"""
+
+CAPTURE_MODE_RELAXED = 2
+"""CU_STREAM_CAPTURE_MODE_RELAXED"""
 
 _END = ctypes.c_void_p(0)
 _BUFFER_POINTER = ctypes.c_void_p(1)
@@ -72,6 +77,20 @@ def is_capturing(stream: int) -> bool:
     code = library().cuStreamIsCapturing(ctypes.c_void_p(stream), ctypes.byref(status))
     check(code, "stream capture query")
     return status.value != 0
+
+
+@contextmanager
+def relaxed_capture() -> Iterator[None]:
+    """Lets this thread load modules while another one captures a stream in CUDA's global mode.
+
+    In that mode, torch's, a call that may allocate fails in every thread and ends the capture.
+    """
+    mode = ctypes.c_int(CAPTURE_MODE_RELAXED)
+    check(library().cuThreadExchangeStreamCaptureMode(ctypes.byref(mode)), "capture mode")
+    try:
+        yield
+    finally:
+        check(library().cuThreadExchangeStreamCaptureMode(ctypes.byref(mode)), "capture mode")
 
 
 def launch(

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import os
 import threading
+from collections.abc import Iterable
 from typing import Any
 
 from cumoe.errors import KernelNotBuiltError
 from cumoe.launch import driver
-from cumoe.launch.device import cupy
+from cumoe.launch.device import cupy, on_device
 from cumoe.plan.spec import KernelSpec, Step
 from cumoe.store import store
+from cumoe.store.missing import prebuild_command
 from cumoe.store.store import Cubin
 
 _functions: dict[tuple[KernelSpec, str, int], int] = {}
@@ -18,22 +21,45 @@ _modules: dict[tuple[KernelSpec, int], Any] = {}
 _lock = threading.Lock()
 
 
+def _renew_lock() -> None:
+    """A fork while another thread loads hands the child a lock that nobody there releases."""
+    global _lock
+    _lock = threading.Lock()
+
+
+os.register_at_fork(after_in_child=_renew_lock)
+
+
 def function(step: Step, device: int, stream: int) -> int:
     """The CUfunction of a step on the current device, loaded on first use."""
     try:
         return _functions[step.kernel, step.entry, device]
     except KeyError:
-        return _load(step, device, stream)
+        _refuse_in_capture(step, device, stream)
+        return _load(step, device)
 
 
-def _load(step: Step, device: int, stream: int) -> int:
+def load(steps: Iterable[Step], device: int) -> int:
+    """Makes steps launchable on a GPU, so that they can be captured; how many were not before."""
+    cold = [s for s in steps if (s.kernel, s.entry, device) not in _functions]
+    with on_device(device):
+        for step in cold:
+            _load(step, device)
+    return len(cold)
+
+
+def _refuse_in_capture(step: Step, device: int, stream: int) -> None:
     # Loading a module inside a capture would invalidate the caller's graph: refuse before that.
     if driver.is_capturing(stream):
         raise KernelNotBuiltError(
             f"{step.kernel.text}: not loaded on cuda:{device}, and the stream is being captured; "
-            f"run the op once with this shape before the capture"
+            f"before the capture call cumoe.warmup for the layer, or the op once with this shape. "
+            f"To have it compiled before the process starts:\n    {prebuild_command([step.kernel])}"
         )
-    with _lock:
+
+
+def _load(step: Step, device: int) -> int:
+    with _lock, driver.relaxed_capture():
         if (step.kernel, device) not in _modules:
             _modules[step.kernel, device] = _load_module(store.get(step.kernel))
         pointer: int = _modules[step.kernel, device].get_function(step.entry).ptr

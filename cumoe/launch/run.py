@@ -11,7 +11,7 @@ from cumoe.plan.spec import Step
 
 
 @cache
-def _packer(abi: str) -> Struct:
+def packer(abi: str) -> Struct:
     # Native mode aligns each field as the kernel's parameters are aligned.
     return Struct("@" + abi)
 
@@ -22,7 +22,7 @@ def run(step: Step, device: int, stream: int, *arguments: float) -> None:
     if launch.grid == 0:
         return
     pointer = function(step, device, stream)
-    packed = _packer(step.abi).pack(*arguments)
+    packed = packer(step.abi).pack(*arguments)
     code = driver.launch(pointer, launch.grid, launch.block, launch.smem_bytes, stream, packed)
     if code:
         driver.check(code, f"launch of {step.entry} of {step.kernel.text}")

@@ -22,6 +22,7 @@ from cumoe.plan.fused_experts_fp8 import ALIGNMENT, Problem
 from cumoe.plan.moe_align_block_size import padded_bound
 from cumoe.plan.moe_gemm_fp8 import BLOCKS_M
 from cumoe.plan.scales import GROUP_SIZE
+from cumoe.plan.silu_and_mul_quant_fp8 import clamp_kind
 
 
 class Inputs(NamedTuple):
@@ -121,7 +122,7 @@ def checked_inputs(
         weight=weight_type,
         has_map=map_view is not None,
         scale_format=scale_format,
-        clamp=limit is not None,
+        clamp=clamp_kind(limit),
         scaled=(swiglu_alpha, swiglu_beta) != (1.0, 0.0),
         weight_on_input=apply_router_weight_on_input,
         x_aligned=_inputs.is_aligned(x_view.ptr, x_row_stride, 2, 16),

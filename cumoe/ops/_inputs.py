@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from struct import Struct
 from typing import Any
 
 from cumoe.arrays.check import (
@@ -17,6 +18,8 @@ from cumoe.arrays.view import ArrayView
 from cumoe.errors import ArgumentError
 from cumoe.plan.moe_align_block_size import MAX_EXPERTS
 from cumoe.plan.scales import GROUP_SIZE, SCALE_FORMATS, SCALE_LAYOUTS, ScaleLayout
+
+_FLOAT = Struct("f")
 
 INT32_MAX = 2**31 - 1
 INT64_MAX = 2**63 - 1
@@ -65,24 +68,33 @@ def _row_stride(v: ArrayView, name: str, columns: int) -> int:
 
 def require_limit(limit: float | None, name: str) -> float | None:
     """The clamp's bound, None where there is none."""
-    if limit is None or limit == math.inf:
+    if limit is None:
         return None
-    if not limit > 0:
-        raise ArgumentError(f"{name}: want a positive number, None or inf, got {limit!r}")
-    return float(limit)
+    rounded = float32(limit)
+    if not rounded > 0:
+        raise ArgumentError(f"{name}: want a positive fp32 number, None or inf, got {limit!r}")
+    return None if rounded == math.inf else rounded
+
+
+def float32(value: float) -> float:
+    """The nearest fp32 number, which is what a kernel gets; inf or NaN where there is none."""
+    try:
+        return float(_FLOAT.unpack(_FLOAT.pack(value))[0])
+    except OverflowError:
+        return math.inf
 
 
 def require_alpha_beta(alpha: float, beta: float, prefix: str = "") -> None:
     """The two scalars of the activation."""
-    if not (math.isfinite(alpha) and alpha > 0):
-        raise ArgumentError(f"{prefix}alpha: want a finite positive number, got {alpha!r}")
+    if not 0 < float32(alpha) < math.inf:
+        raise ArgumentError(f"{prefix}alpha: want a finite positive fp32 number, got {alpha!r}")
     require_finite(beta, f"{prefix}beta")
 
 
 def require_finite(value: float, name: str) -> None:
-    """A scalar is neither infinite nor NaN."""
-    if not math.isfinite(value):
-        raise ArgumentError(f"{name}: want a finite number, got {value!r}")
+    """A scalar is a finite number in fp32."""
+    if not math.isfinite(float32(value)):
+        raise ArgumentError(f"{name}: want a finite fp32 number, got {value!r}")
 
 
 def expert_map_view(expert_map: Any) -> ArrayView | None:
@@ -123,19 +135,15 @@ def require_output(v: ArrayView, name: str, shape: tuple[int, ...], dtype: str) 
     require_contiguous(v, name)
 
 
-def require_scale_output(v: ArrayView, shape: tuple[int, ...], layout: ScaleLayout) -> None:
+def require_scale_output(v: ArrayView, layout: ScaleLayout) -> None:
     """A caller's out_scale: the shape and the strides of its layout."""
     require_dtype(v, "out_scale", layout.dtype)
-    require_shape(v, "out_scale", *shape)
-    strides = v.strides
-    if shape != layout.shape:  # row-major scales of an x with more than two dimensions
-        require_contiguous(v, "out_scale")
-        return
-    for size, stride, wanted in zip(shape, strides, layout.strides, strict=True):
-        if size > 1 and 0 not in shape and stride != wanted:
+    require_shape(v, "out_scale", *layout.shape)
+    for size, stride, wanted in zip(v.shape, v.strides, layout.strides, strict=True):
+        if size > 1 and 0 not in v.shape and stride != wanted:
             raise ArgumentError(
                 f"out_scale: want strides {list(layout.strides)} for this scale_layout, "
-                f"got {list(strides)}; leave out_scale out to see the layout"
+                f"got {list(v.strides)}; leave out_scale out to see the layout"
             )
 
 

@@ -17,10 +17,10 @@ def new_output(like: ArrayView, shape: tuple[int, ...], dtype: str) -> Any:
     return memory.empty(like.framework, like.device, shape, dtype)
 
 
-def new_scale(like: ArrayView, shape: tuple[int, ...], layout: ScaleLayout) -> Any:
+def new_scale(like: ArrayView, layout: ScaleLayout) -> Any:
     """A scale array of this layout: its view of storage that may have padding rows."""
-    if layout.strides[1] == 1:
-        return new_output(like, shape, layout.dtype)
+    if layout.is_row_major:
+        return new_output(like, layout.shape, layout.dtype)
     storage = new_output(like, (layout.shape[1], layout.rows), layout.dtype)
     return storage[:, : layout.shape[0]].T
 

@@ -195,9 +195,10 @@ def _launch(
         *tiles, slots, num_slots,
     )  # fmt: skip
     run(
-        plan.activate, where, stream,
+        plan.activate.step, where, stream,
         slots, 2 * p.N, ids, expert_map, q, q_scale, p.N // GROUP_SIZE, 1,
-        num_slots, num_slots, p.num_experts, p.num_local_experts, i.limit or 0.0, i.alpha, i.beta,
+        num_slots, num_slots, p.num_experts, p.num_local_experts, plan.activate.chunk_rows,
+        i.limit or 0.0, i.alpha, i.beta,
     )  # fmt: skip
     run(
         plan.gemm2, where, stream,

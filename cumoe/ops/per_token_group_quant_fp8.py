@@ -42,7 +42,7 @@ def per_token_group_quant_fp8(
             flatten to M rows, which may lie apart.
         group_size: 128.
         scale_format: "fp32" or "ue8m0" (powers of two).
-        scale_layout: "row" [..., K/128]; "column" [M, K/128] with strides (1, M); "tma" the same
+        scale_layout: "row" [M, K/128]; "column" [M, K/128] with strides (1, M); "tma" the same
             with M rounded up to 4 in the strides; for ue8m0 also "packed" [M, ceil(K/512)] int32,
             four exponent bytes each, strides as "tma". Padding is 0.
         out: [..., K] e4m3 (or uint8), contiguous; allocated if None.
@@ -73,9 +73,8 @@ def per_token_group_quant_fp8(
         K, "x", "the last dimension", GROUP_SIZE, "pad it with zeros to the next multiple"
     )
     layout = layout_of(M, K, scale_layout, scale_format)
-    scale_shape = (*x_view.shape[:-1], K // GROUP_SIZE) if scale_layout == "row" else layout.shape
     where = require_same_device((("x", x_view), ("out", out_view), ("out_scale", scale_view)))
-    _require_outputs(x_view, out_view, scale_view, scale_shape, layout)
+    _require_outputs(x_view, out_view, scale_view, layout)
 
     if where.kind == "cpu":
         q, scale = reference.per_token_group_quant_fp8(
@@ -95,7 +94,7 @@ def per_token_group_quant_fp8(
             out = _outputs.new_output(x_view, x_view.shape, "e4m3")
             out_view = view(out, "out")
         if scale_view is None:
-            out_scale = _outputs.new_scale(x_view, scale_shape, layout)
+            out_scale = _outputs.new_scale(x_view, layout)
             scale_view = view(out_scale, "out_scale")
         item_bytes = ITEM_BYTES[x_type]
         problem = planning.Problem(
@@ -120,12 +119,11 @@ def _require_outputs(
     x: ArrayView,
     out: ArrayView | None,
     out_scale: ArrayView | None,
-    scale_shape: tuple[int, ...],
     layout: ScaleLayout,
 ) -> None:
     if out is not None:
         _inputs.require_output(out, "out", x.shape, "e4m3")
         require_no_overlap(out, "out", [("x", x)])
     if out_scale is not None:
-        _inputs.require_scale_output(out_scale, scale_shape, layout)
+        _inputs.require_scale_output(out_scale, layout)
         require_no_overlap(out_scale, "out_scale", [("x", x)])

@@ -93,12 +93,11 @@ def silu_and_mul_quant_fp8(
     where = require_same_device([*named, ("out", out_view), ("out_scale", scale_view)])
     inputs = [(name, v) for name, v in named if v is not None]
     out_shape = (*x.shape[:-1], H)
-    scale_shape = (*x.shape[:-1], H // GROUP_SIZE) if scale_layout == "row" else layout.shape
     if out_view is not None:
         _inputs.require_output(out_view, "out", out_shape, "e4m3")
         require_no_overlap(out_view, "out", inputs)
     if scale_view is not None:
-        _inputs.require_scale_output(scale_view, scale_shape, layout)
+        _inputs.require_scale_output(scale_view, layout)
         require_no_overlap(scale_view, "out_scale", inputs)
 
     if where.kind == "cpu":
@@ -125,24 +124,25 @@ def silu_and_mul_quant_fp8(
             out = _outputs.new_output(x, out_shape, "e4m3")
             out_view = view(out, "out")
         if scale_view is None:
-            out_scale = _outputs.new_scale(x, scale_shape, layout)
+            out_scale = _outputs.new_scale(x, layout)
             scale_view = view(out_scale, "out_scale")
         problem = planning.Problem(
             rows=layout.rows,
             H=H,
             scale_format=scale_format,
             packed=scale_layout == "packed",
-            clamp=limit is not None,
+            clamp=planning.clamp_kind(limit),
             scaled=(alpha, beta) != (1.0, 0.0),
             ids=id_type,
             has_map=map_view is not None,
             aligned=_inputs.is_aligned(x.ptr, row_stride, 2, 16) and out_view.ptr % 8 == 0,
         )
-        step = planning.plan(problem, device.info(where.ordinal).arch)
+        plan = planning.plan(problem, device.info(where.ordinal))
         run.run(
-            step, where.ordinal, memory.current_stream(x),
+            plan.step, where.ordinal, memory.current_stream(x),
             x.ptr, row_stride, _pointer(ids), _pointer(map_view), out_view.ptr, scale_view.ptr,
-            *layout.strides, R, layout.rows, experts, experts, limit or 0.0, alpha, beta,
+            *layout.strides, R, layout.rows, experts, experts, plan.chunk_rows,
+            limit or 0.0, alpha, beta,
         )  # fmt: skip
     return out, out_scale
 

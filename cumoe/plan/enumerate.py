@@ -40,8 +40,8 @@ class Layer(NamedTuple):
     topk: int
     scale_formats: tuple[str, ...] = ("fp32",)
     """Of the activations' scales."""
-    clamp: bool = False
-    """Whether it has a swiglu_limit."""
+    limit: float | None = None
+    """swiglu_limit: how it is compiled depends on the value, but not every value has its own."""
     scaled: bool = False
     """Whether swiglu_alpha or swiglu_beta differ from 1 and 0."""
 
@@ -97,7 +97,7 @@ def all_steps(device: DeviceInfo, layer: Layer) -> tuple[Step, ...]:
     The public ops are called with K columns and with N, and the expert sort with all experts.
     """
     fused_steps = _over_tokens(_fused_problems(layer, everything=True), device)
-    return _distinct([*fused_steps, *_op_steps(device.arch, layer)])
+    return _distinct([*fused_steps, *_op_steps(device, layer)])
 
 
 def specs_of(steps: Iterable[Step]) -> tuple[KernelSpec, ...]:
@@ -130,13 +130,13 @@ def _fused_problems(layer: Layer, *, everything: bool) -> Iterator[fused.Problem
     options: dict[str, Iterable[Any]] = {
         "has_map": _BOOL,
         "scale_format": layer.scale_formats,
-        "clamp": (layer.clamp,),
+        "clamp": (activate.clamp_kind(layer.limit),),
         "scaled": (layer.scaled,),
     }
     if everything:
         options |= {
             "scale_format": SCALE_FORMATS,
-            "clamp": _BOOL,
+            "clamp": activate.CLAMPS,
             "scaled": _BOOL,
             "ids": _IDS,
             "weight": _FLOATS,
@@ -155,27 +155,27 @@ def _fused_problems(layer: Layer, *, everything: bool) -> Iterator[fused.Problem
         yield problem if problem.has_map else problem._replace(num_experts=layer.num_local_experts)
 
 
-def _op_steps(arch: str, layer: Layer) -> Iterator[Step]:
+def _op_steps(device: DeviceInfo, layer: Layer) -> Iterator[Step]:
     scales = [("fp32", False), ("ue8m0", False), ("ue8m0", True)]  # format, packed
     for columns, x_type, (scale_format, packed), aligned in product(
         {layer.K, layer.N}, _FLOATS, scales, _BOOL
     ):
-        yield quantize.plan(
-            quantize.Problem(1, columns, x_type, scale_format, packed, aligned), arch
-        )
+        for rows in quantize.representative_rows(columns):
+            problem = quantize.Problem(rows, columns, x_type, scale_format, packed, aligned)
+            yield quantize.plan(problem, device.arch)
     filters = [(None, False), *product(_IDS, _BOOL)]  # ids, has_map
-    for (scale_format, packed), clamp, scaled, (ids, has_map), aligned in product(
-        scales, _BOOL, _BOOL, filters, _BOOL
+    for (scale_format, packed), clamp, scaled, (ids, has_map), aligned, rows in product(
+        scales, activate.CLAMPS, _BOOL, filters, _BOOL, activate.representative_rows(layer.N)
     ):
-        yield activate.plan(
-            activate.Problem(
-                1, layer.N, scale_format, packed, clamp, scaled, ids, has_map, aligned
-            ),
-            arch,
+        case = activate.Problem(
+            rows, layer.N, scale_format, packed, clamp, scaled, ids, has_map, aligned
         )
+        yield activate.plan(case, device).step
     experts = layer.num_experts
     for ids, has_map in product(_IDS, _BOOL):
-        yield from steps_in(align.plan(align.Problem(1, 16, experts, experts, ids, has_map), arch))
+        yield from steps_in(
+            align.plan(align.Problem(1, 16, experts, experts, ids, has_map), device.arch)
+        )
 
 
 def _choices(options: dict[str, Iterable[Any]]) -> Iterator[dict[str, Any]]:

@@ -37,7 +37,8 @@ class Problem(NamedTuple):
     weight: str
     has_map: bool
     scale_format: str
-    clamp: bool
+    clamp: int
+    """A kind of `silu_and_mul_quant_fp8.clamp_kind`."""
     scaled: bool
     weight_on_input: bool
     x_aligned: bool
@@ -67,7 +68,7 @@ class Plan(NamedTuple):
     align: moe_align_block_size.Plan
     align_problem: moe_align_block_size.Problem
     gemm1: Step
-    activate: Step
+    activate: silu_and_mul_quant_fp8.Plan
     gemm2: Step
     combine: Step
     block_m: int
@@ -77,7 +78,7 @@ class Plan(NamedTuple):
     def kernels(self) -> tuple[KernelSpec, ...]:
         """Every kernel of the plan."""
         align = (self.align.count_slots, self.align.scan_counts, self.align.scatter_slots)
-        steps = (self.quantize, *align, self.gemm1, self.activate, self.gemm2, self.combine)
+        steps = (self.quantize, *align, self.gemm1, self.activate.step, self.gemm2, self.combine)
         return tuple(step.kernel for step in steps)
 
 
@@ -121,7 +122,7 @@ def plan(problem: Problem, device: DeviceInfo) -> Plan:
                 has_map=p.has_map,
                 aligned=True,
             ),
-            arch,
+            device,
         ),
         gemm2=moe_gemm_fp8.plan(gemm2, device),
         combine=moe_sum.plan(
@@ -143,8 +144,12 @@ def plan(problem: Problem, device: DeviceInfo) -> Plan:
 
 def representative_token_counts(problem: Problem) -> tuple[int, ...]:
     """Numbers of tokens with one in each regime: their plans name all kernels that M can choose."""
-    slots = moe_gemm_fp8.representative_slot_counts(problem.num_experts)
-    return tuple(sorted({-(-count // problem.topk) for count in slots}))
+    slots = {
+        *moe_gemm_fp8.representative_slot_counts(problem.num_experts),
+        *silu_and_mul_quant_fp8.representative_rows(problem.N),
+    }
+    tokens = {-(-count // problem.topk) for count in slots}
+    return tuple(sorted(tokens | {*per_token_group_quant_fp8.representative_rows(problem.K)}))
 
 
 def workspace(p: Problem, align: moe_align_block_size.Plan) -> Workspace:

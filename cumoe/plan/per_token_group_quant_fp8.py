@@ -1,4 +1,4 @@
-"""Plan of per_token_group_quant_fp8: 16 lanes a group, 16 groups a CTA."""
+"""Plan of per_token_group_quant_fp8: a warp a group in small calls, half a warp elsewhere."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ from cumoe.plan.scales import GROUP_SIZE, ceil_to
 from cumoe.plan.spec import LaunchSpec, Step, kernel_spec
 
 ABI = "PqPPPqqqq"
-THREADS = 256
-GROUPS_PER_CTA = THREADS // 16
+SMALL_GROUPS = 2048
+"""Largest call, in groups of 128, for a warp a group: more lanes, a shorter latency."""
+SMALL_THREADS, LARGE_THREADS = 128, 256
 
 
 class Problem(NamedTuple):
@@ -34,6 +35,8 @@ def plan(problem: Problem, arch: str) -> Step:
     """The kernel and its grid."""
     p = problem
     groups = p.K // GROUP_SIZE
+    items = p.rows * (ceil_to(groups, 4) if p.packed else groups)
+    lanes, threads = (32, SMALL_THREADS) if items <= SMALL_GROUPS else (16, LARGE_THREADS)
     kernel = kernel_spec(
         "per_token_group_quant_fp8",
         arch,
@@ -43,8 +46,13 @@ def plan(problem: Problem, arch: str) -> Step:
         PACKED=p.packed,
         ALIGNED=p.aligned,
         ROW_WEIGHT=ABSENT if p.row_weight is None else FLOAT_TYPE[p.row_weight],
+        LANES=lanes,
+        THREADS=threads,
     )
-    items = p.rows * (ceil_to(groups, 4) if p.packed else groups)
-    return Step(
-        kernel, "per_token_group_quant_fp8", LaunchSpec(-(-items // GROUPS_PER_CTA), THREADS), ABI
-    )
+    launch = LaunchSpec(-(-items * lanes // threads), threads)
+    return Step(kernel, "per_token_group_quant_fp8", launch, ABI)
+
+
+def representative_rows(K: int) -> tuple[int, ...]:
+    """Numbers of rows that reach every kernel of this width: few, and more than the crossover."""
+    return 1, SMALL_GROUPS * GROUP_SIZE // K + 1

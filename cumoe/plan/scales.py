@@ -21,6 +21,11 @@ class ScaleLayout(NamedTuple):
     rows: int
     """Rows that exist in storage; those past the matrix hold 0."""
 
+    @property
+    def is_row_major(self) -> bool:
+        """Whether a row's scales lie beside each other."""
+        return self.strides[1] == 1
+
 
 def ceil_to(size: int, multiple: int) -> int:
     """``size`` rounded up to a multiple."""

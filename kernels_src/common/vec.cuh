@@ -1,46 +1,86 @@
-// Eight consecutive elements per lane: 16-byte accesses where the plan found all rows aligned.
+// Consecutive elements of a lane: one wide access where the plan found all rows aligned.
 #pragma once
-#include "common/types.cuh"
+#include "common/bf16x2.cuh"
 
-DEVICE void unpack_bf16x2(u32 word, float& low, float& high) {
-    low = __uint_as_float(word << 16);
-    high = __uint_as_float(word & 0xFFFF0000u);
+// An unsigned vector of BYTES bytes.
+template <int BYTES>
+struct Vector;
+template <>
+struct Vector<4> { typedef u32 type; };
+template <>
+struct Vector<8> { typedef uint2 type; };
+template <>
+struct Vector<16> { typedef uint4 type; };
+
+// WORDS 32-bit words from an address that is aligned to all of them.
+template <int WORDS>
+DEVICE void load_words(const void* p, u32 (&w)[WORDS]) {
+    static_assert(WORDS <= 4 || WORDS % 4 == 0, "whole vectors");
+    constexpr int STEP = WORDS < 4 ? WORDS : 4;
+    typedef typename Vector<4 * STEP>::type Access;
+#pragma unroll
+    for (int i = 0; i < WORDS; i += STEP)
+        *reinterpret_cast<Access*>(&w[i]) = *reinterpret_cast<const Access*>(static_cast<const u32*>(p) + i);
 }
 
-template <int TYPE, bool ALIGNED>
-DEVICE void load8(const void* p, i64 offset, float (&v)[8]) {
-    if constexpr (ALIGNED && TYPE != FP32) {
-        const uint4 w = *reinterpret_cast<const uint4*>(static_cast<const u16*>(p) + offset);
-        const u32 words[4] = {w.x, w.y, w.z, w.w};
-#pragma unroll
-        for (int i = 0; i < 4; i++) {
-            if constexpr (TYPE == BF16) {
-                unpack_bf16x2(words[i], v[2 * i], v[2 * i + 1]);
-            } else {
-                v[2 * i] = f16_to_f32(u16(words[i]));
-                v[2 * i + 1] = f16_to_f32(u16(words[i] >> 16));
-            }
-        }
-    } else if constexpr (ALIGNED) {
-        const float4* q = reinterpret_cast<const float4*>(static_cast<const float*>(p) + offset);
-        const float4 a = q[0], b = q[1];
-        v[0] = a.x, v[1] = a.y, v[2] = a.z, v[3] = a.w;
-        v[4] = b.x, v[5] = b.y, v[6] = b.z, v[7] = b.w;
+// bf16 pairs from element `offset` of p.
+template <bool ALIGNED, int PAIRS>
+DEVICE void load_bf16x2(const u16* p, i64 offset, u32 (&v)[PAIRS]) {
+    if constexpr (ALIGNED) {
+        load_words(p + offset, v);
     } else {
 #pragma unroll
-        for (int i = 0; i < 8; i++) v[i] = load_float<TYPE>(p, offset + i);
+        for (int i = 0; i < PAIRS; i++)
+            v[i] = bf16x2(p[offset + 2 * i], p[offset + 2 * i + 1]);
     }
 }
 
-template <bool ALIGNED>
-DEVICE void store8(u8* p, uint2 codes) {
+// Values of any float type from element `offset` of p, as fp32.
+template <int TYPE, bool ALIGNED, int VALUES>
+DEVICE void load_f32(const void* p, i64 offset, float (&v)[VALUES]) {
+    if constexpr (!ALIGNED) {
+#pragma unroll
+        for (int i = 0; i < VALUES; i++) v[i] = load_float<TYPE>(p, offset + i);
+    } else if constexpr (TYPE == FP32) {
+        u32 w[VALUES];
+        load_words(static_cast<const float*>(p) + offset, w);
+#pragma unroll
+        for (int i = 0; i < VALUES; i++) v[i] = __uint_as_float(w[i]);
+    } else {
+        u32 w[VALUES / 2];
+        load_words(static_cast<const u16*>(p) + offset, w);
+#pragma unroll
+        for (int i = 0; i < VALUES / 2; i++) {
+            v[2 * i] = TYPE == BF16 ? low_f32(w[i]) : f16_to_f32(u16(w[i]));
+            v[2 * i + 1] = TYPE == BF16 ? high_f32(w[i]) : f16_to_f32(u16(w[i] >> 16));
+        }
+    }
+}
+
+template <int WORDS>
+DEVICE void store_words(void* p, const u32 (&w)[WORDS]) {
+    typedef typename Vector<4 * WORDS>::type Access;
+    *reinterpret_cast<Access*>(p) = *reinterpret_cast<const Access*>(w);
+}
+
+// bf16 pairs to p.
+template <bool ALIGNED, int PAIRS>
+DEVICE void store_bf16x2(u16* p, const u32 (&v)[PAIRS]) {
     if constexpr (ALIGNED) {
-        *reinterpret_cast<uint2*>(p) = codes;
+        store_words(p, v);
     } else {
 #pragma unroll
-        for (int i = 0; i < 4; i++) {
-            p[i] = u8(codes.x >> (8 * i));
-            p[4 + i] = u8(codes.y >> (8 * i));
-        }
+        for (int i = 0; i < PAIRS; i++) p[2 * i] = u16(v[i]), p[2 * i + 1] = u16(v[i] >> 16);
+    }
+}
+
+// Codes, four to a word, to p.
+template <bool ALIGNED, int WORDS>
+DEVICE void store_codes(u8* p, const u32 (&codes)[WORDS]) {
+    if constexpr (ALIGNED) {
+        store_words(p, codes);
+    } else {
+#pragma unroll
+        for (int i = 0; i < 4 * WORDS; i++) p[i] = u8(codes[i / 4] >> (8 * (i % 4)));
     }
 }

@@ -40,7 +40,7 @@ def steps():
     align = plan.align
     return [
         plan.quantize, align.count_slots, align.scan_counts, align.scatter_slots,
-        plan.gemm1, plan.activate, plan.gemm2, plan.combine,
+        plan.gemm1, plan.activate.step, plan.gemm2, plan.combine,
     ]  # fmt: skip
 
 

@@ -85,7 +85,7 @@ def experts_calls(d: st.DrawFn) -> tuple[Layer, dict]:
     topk = d(st.integers(1, 6))
     K, N = 128 * d(st.integers(1, 3)), 128 * d(st.integers(1, 3))
     M = d(st.integers(1, 40) | st.integers(1, 40 * experts))
-    limit = d(st.sampled_from([None, 7.0]))
+    limit = d(st.sampled_from([None, 7.0, 0.1]))
     alpha = d(st.sampled_from([1.0, 1.7]))
     ids = np.dtype(d(st.sampled_from(["int32", "int64"])))
     weight = np.dtype(d(st.sampled_from([np.float32, np.float16, BF16])))
@@ -106,7 +106,7 @@ def experts_calls(d: st.DrawFn) -> tuple[Layer, dict]:
     }
     if d(st.booleans()):
         call["out"] = aligned_empty((M, K), BF16, offset=d(st.integers(0, 1)))
-    return Layer(K, N, experts, local, topk, clamp=limit is not None, scaled=alpha != 1), call
+    return Layer(K, N, experts, local, topk, limit=limit, scaled=alpha != 1), call
 
 
 @given(experts_calls())
@@ -156,7 +156,7 @@ def test_no_call_of_a_single_op_leaves_the_enumerated_kernels(launches, data):
     cumoe.per_token_group_quant_fp8(aligned_empty((rows, columns), x_type, offset), **named)
     cumoe.silu_and_mul_quant_fp8(
         aligned_empty((rows, 2 * layer.N), BF16, offset),
-        limit=d(st.sampled_from([None, 7.0])), alpha=d(st.sampled_from([1.0, 1.7])),
+        limit=d(st.sampled_from([None, 7.0, 0.1])), alpha=d(st.sampled_from([1.0, 1.7])),
         topk_ids=ids, expert_map=None if ids is None else map_, **named,
     )  # fmt: skip
     block = d(st.sampled_from([1, 16, 64]))

@@ -79,7 +79,7 @@ def test_regions_of_the_workspace_are_disjoint_aligned_and_large_enough(problem)
 @given(problems())
 def test_grids_cover_the_bound_and_stay_launchable(problem):
     plan = fused.plan(problem, H200)
-    steps = [plan.quantize, plan.gemm1, plan.activate, plan.gemm2, plan.combine]
+    steps = [plan.quantize, plan.gemm1, plan.activate.step, plan.gemm2, plan.combine]
     assert all(0 <= step.launch.grid < 2**31 for step in steps)
     assert all(step.launch.smem_bytes <= H200.smem_optin_bytes for step in steps)
     assert plan.gemm1.launch.grid == plan.align.max_blocks * (2 * problem.N // 128)

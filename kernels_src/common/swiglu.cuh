@@ -1,0 +1,97 @@
+// The clamped SwiGLU of one lane's values, rounded to bf16 where the contract rounds.
+//
+//   g = bf16(min(gate, limit))   u = clamp(up, -limit, limit)   s = bf16(g / (1 + exp(-alpha g)))
+//   y = bf16(s (u + beta))
+//
+// `swiglu_slow` is that formula, value by value. `swiglu_fast` gives the same bits with packed bf16
+// arithmetic and without a division, where all gates of the lane are of moderate size.
+#pragma once
+#include "common/bf16x2.cuh"
+
+// How the clamp is compiled: not at all; with a limit that bf16 holds; with any other.
+enum Clamp { NO_CLAMP = 0, BF16_CLAMP = 1, FP32_CLAMP = 2 };
+
+struct Swiglu {
+    float limit, alpha, beta;
+};
+
+// Comparisons, not fminf: a NaN must stay NaN.
+DEVICE float clamp_above(float v, float limit) { return v > limit ? limit : v; }
+DEVICE float clamp_below(float v, float limit) { return v < limit ? limit : v; }
+
+template <int CLAMPED>
+DEVICE float swiglu(float gate, float up, Swiglu p) {
+    constexpr u32 NEGATIVE_INFINITY = 0xFF800000u;
+    const float g = CLAMPED ? round_bf16(clamp_above(gate, p.limit)) : gate;
+    const float u = CLAMPED ? clamp_below(clamp_above(up, p.limit), -p.limit) : up;
+    // -inf / (1 + exp(inf)) would be NaN; its limit is -0.
+    const float s = __float_as_uint(g) == NEGATIVE_INFINITY ? -0.0f
+                                                            : g / (1.0f + expf(-p.alpha * g));
+    return round_bf16(s) * (u + p.beta);
+}
+
+template <int CLAMPED, int PAIRS>
+DEVICE void swiglu_slow(const u32 (&gate)[PAIRS], const u32 (&up)[PAIRS], Swiglu p,
+                        u32 (&y)[PAIRS]) {
+#pragma unroll
+    for (int i = 0; i < PAIRS; i++) {
+        y[i] = round_bf16x2(swiglu<CLAMPED>(low_f32(gate[i]), low_f32(up[i]), p),
+                            swiglu<CLAMPED>(high_f32(gate[i]), high_f32(up[i]), p));
+    }
+}
+
+// 1 + exp(-x) with the steps of CUDA's expf, its last product fused with the sum: that product is by
+// a power of two, so it is exact and the result the same.
+DEVICE float one_plus_exp_negative(float x) {
+    const float shifted = __fmaf_rd(__saturatef(fmaf(-x, 0.00572498049f, 0.5f)), 252.0f, 12582913.0f);
+    const float whole = shifted - 12583039.0f;
+    const float fraction = fmaf(-x, 1.925963033500011079e-08f, fmaf(-x, 1.44269502162933349609f, -whole));
+    float power;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(power) : "f"(fraction));
+    return fmaf(power, __uint_as_float(__float_as_uint(shifted) << 23), 1.0f);
+}
+
+// g / (1 + exp(-g)) by an approximate reciprocal and one correction. For each of the finite bf16
+// values below FAST_LIMIT the bf16 result is that of a true division (tested one by one).
+DEVICE float silu_moderate(float g) {
+    const float d = one_plus_exp_negative(g);
+    float reciprocal;
+    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(reciprocal) : "f"(d));
+    const float q = g * reciprocal;
+    return fmaf(fmaf(-d, q, g), reciprocal, q);
+}
+
+constexpr float FAST_LIMIT = 80.0f;  // beyond, 1 / (1 + exp(-g)) leaves the normal range
+
+template <int PAIRS>
+DEVICE void swiglu_fast(const u32 (&gate)[PAIRS], const u32 (&up)[PAIRS], u32 (&y)[PAIRS]) {
+    constexpr u32 ONE = 0x3F803F80u, MINUS_ZERO = 0x80008000u;
+#pragma unroll
+    for (int i = 0; i < PAIRS; i++) {
+        const u32 s = round_bf16x2(silu_moderate(low_f32(gate[i])), silu_moderate(high_f32(gate[i])));
+        // u + 0 turns -0 into +0; the product takes -0 as addend, which changes nothing.
+        y[i] = fma_bf16x2(s, fma_bf16x2(up[i], ONE, 0u), MINUS_ZERO);
+    }
+}
+
+// y for one lane's values. SCALED: alpha or beta differ from 1 and 0.
+template <int CLAMPED, bool SCALED, int PAIRS>
+DEVICE void swiglu_lane(u32 (&gate)[PAIRS], u32 (&up)[PAIRS], Swiglu p, u32 (&y)[PAIRS]) {
+    if constexpr (SCALED || CLAMPED == FP32_CLAMP) {
+        swiglu_slow<CLAMPED>(gate, up, p, y);
+    } else {
+        if constexpr (CLAMPED == BF16_CLAMP) {
+            const u16 bound = f32_to_bf16(p.limit);
+            const u32 high = bf16x2(bound, bound), low = high ^ 0x80008000u;
+#pragma unroll
+            for (int i = 0; i < PAIRS; i++) {
+                gate[i] = min_nan_bf16x2(gate[i], high);
+                up[i] = max_nan_bf16x2(min_nan_bf16x2(up[i], high), low);
+            }
+        }
+        if (amax_bf16x2(gate) < FAST_LIMIT)
+            swiglu_fast(gate, up, y);
+        else
+            swiglu_slow<NO_CLAMP>(gate, up, Swiglu{0.0f, 1.0f, 0.0f}, y);
+    }
+}
