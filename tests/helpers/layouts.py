@@ -102,3 +102,16 @@ def reinterpreted(a: Any, dtype: str) -> Any:
     if dtype == "bfloat16":
         return a.view(BF16 if isinstance(a, np.ndarray) else np.uint16)
     return a.view(dtype)
+
+
+def padded_columns(backend: NumpyBackend, scale: Any) -> np.ndarray:
+    """All columns but the last of new "tma" or "packed" scales, one a row, with their padding.
+
+    The padding of the last column may lie outside what the view covers.
+    """
+    columns, padded = scale.shape[1] - 1, -(-scale.shape[0] // 4) * 4
+    if hasattr(scale, "as_strided"):
+        return backend.raw(scale.as_strided((columns, padded), (padded, 1)))
+    storage = backend.raw(scale.base)
+    assert storage.shape == (columns + 1, padded)
+    return storage[:-1]

@@ -131,7 +131,7 @@ def test_shapes(backend, scale_format, num_tokens, intermediate, hidden):
 
 
 @pytest.mark.parametrize("routing", cases.ROUTINGS)
-@pytest.mark.parametrize("num_tokens", [7, 150])
+@pytest.mark.parametrize("num_tokens", [7, 150, 520])
 def test_routings(backend, routing, num_tokens):
     check(
         backend,

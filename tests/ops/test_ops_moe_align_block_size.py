@@ -42,34 +42,40 @@ def check(
     num_experts: int,
     expert_map: np.ndarray | None = None,
 ) -> None:
+    """Equal to the loop, unused entries included."""
     got = align(backend, topk_ids, block_size, num_experts, expert_map)
-    ids, experts, used = oracles.align_by_loops(topk_ids, block_size, num_experts, expert_map)
-    length = bound(topk_ids.size, num_experts, block_size)
-    want = (
-        ids + [topk_ids.size] * (length - used),
-        experts + [-1] * (length // block_size - len(experts)),
-        [used],
-    )
+    want = oracles.align_by_loops(topk_ids, block_size, num_experts, expert_map)
+    assert_aligned(got, *want, num_slots=topk_ids.size, num_experts=num_experts, block=block_size)
+
+
+def check_against_sort(
+    backend: NumpyBackend, topk_ids: np.ndarray, block_size: int, num_experts: int
+) -> None:
+    got = align(backend, topk_ids, block_size, num_experts)
+    want = oracles.align_by_sort(topk_ids, block_size, num_experts)
+    assert_aligned(got, *want, num_slots=topk_ids.size, num_experts=num_experts, block=block_size)
+
+
+def assert_aligned(
+    got: list[np.ndarray], ids, experts, used: int, *, num_slots: int, num_experts: int, block: int
+) -> None:
+    length = bound(num_slots, num_experts, block)
+    slots, blocks = np.full(length, num_slots, np.int32), np.full(length // block, -1, np.int32)
+    slots[:used], blocks[: used // block] = ids, experts
+    want = (slots, blocks, np.array([used], np.int32))
     for name, a, b in zip(("slots", "experts", "used"), got, want, strict=True):
-        assert_bitwise_equal(a, np.array(b, np.int32), name)
+        assert_bitwise_equal(a, b, name)
 
 
-def check_against_sort(backend: NumpyBackend, ids: np.ndarray, block_size: int, E: int) -> None:
-    """The same against a stable sort, for sizes at which a loop takes too long."""
-    slots, experts, used = align(backend, ids, block_size, E)
-    order = np.argsort(ids.ravel(), kind="stable")
-    counts = np.bincount(ids.ravel(), minlength=E)
-    blocks = -(-counts // block_size)
-    starts = np.repeat(
-        (np.cumsum(blocks) - blocks) * block_size - (np.cumsum(counts) - counts), counts
-    )
-    want = np.full(bound(ids.size, E, block_size), ids.size, np.int32)
-    want[np.arange(ids.size) + starts] = order
-    want_experts = np.full(len(want) // block_size, -1, np.int32)
-    want_experts[: blocks.sum()] = np.repeat(np.arange(E), blocks)
-    assert_bitwise_equal(slots, want)
-    assert_bitwise_equal(experts, want_experts)
-    assert used.tolist() == [blocks.sum() * block_size]
+def test_a_swapped_pair_would_fail(backend, rng):
+    ids = cases.uniform(rng, 20, 8, 4)
+    got = align(backend, ids, 16, 8)
+    want = oracles.align_by_sort(ids, 16, 8)
+    assert oracles.align_by_loops(ids, 16, 8)[0] == want[0].tolist()
+    got = [a.copy() for a in got]
+    got[0][[0, 1]] = got[0][[1, 0]]
+    with pytest.raises(AssertionError, match="slots: 2 of"):
+        assert_aligned(got, *want, num_slots=80, num_experts=8, block=16)
 
 
 BY_HAND = {

@@ -11,7 +11,7 @@ from tests.helpers import cases
 from tests.helpers.calls import quantize_by_reference
 from tests.helpers.cases import BF16
 from tests.helpers.compare import assert_bitwise_equal
-from tests.helpers.layouts import address_of, embedded, scale_buffer, strides_of
+from tests.helpers.layouts import address_of, embedded, padded_columns, scale_buffer, strides_of
 
 SCALES = [
     ("fp32", "row"), ("fp32", "column"), ("fp32", "tma"),
@@ -40,30 +40,24 @@ def test_each_scale_lies_where_its_layout_says(backend, scale_format, scale_layo
     assert_bitwise_equal(np.ascontiguousarray(raw), want)
 
 
-@pytest.mark.parametrize("num_rows", [1, 2, 3, 4, 5, 127])
+@pytest.mark.parametrize("num_rows", [1, 2, 3, 4, 5, 127, 301])
 @pytest.mark.parametrize(("scale_format", "scale_layout"), [("fp32", "tma"), ("ue8m0", "packed")])
 def test_padding_is_zero(backend, rng, scale_format, scale_layout, num_rows):
-    """The rows from M up to a multiple of 4; those of the last column may lie outside the view."""
     x = cases.activations(rng, num_rows, 1024)
     _, scale = cumoe.per_token_group_quant_fp8(
         backend.put(x), scale_format=scale_format, scale_layout=scale_layout
     )
-    columns, padded = scale.shape[1], -(-num_rows // 4) * 4
-    if hasattr(scale, "as_strided"):
-        storage = scale.as_strided((columns - 1, padded), (padded, 1))
-    else:
-        storage = scale.base[: columns - 1]
-        assert storage.shape == (columns - 1, padded)
-    raw = backend.raw(storage)
-    assert_bitwise_equal(raw[:, :num_rows].T.copy(), backend.raw(scale)[:, :-1].copy())
-    assert not raw[:, num_rows:].any()
+    storage = padded_columns(backend, scale)
+    assert_bitwise_equal(storage[:, :num_rows].T.copy(), backend.raw(scale)[:, :-1].copy())
+    assert not storage[:, num_rows:].any()
 
 
 @pytest.mark.parametrize("offset", [0, 1, 3, 7, 8])
 @pytest.mark.parametrize("gap", [0, 1, 8, 127])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_rows_may_lie_anywhere(backend, rng, dtype, gap, offset):
-    x = cases.activations(rng, 5, 256).astype(DTYPES[dtype])
+@pytest.mark.parametrize("num_rows", [5, 1100])
+def test_rows_may_lie_anywhere(backend, rng, num_rows, dtype, gap, offset):
+    x = cases.activations(rng, num_rows, 256).astype(DTYPES[dtype])
     placed = embedded(backend, x, offset=offset, gap=gap)
     q, scale = cumoe.per_token_group_quant_fp8(placed.view)
     for got, want in zip(
@@ -74,11 +68,12 @@ def test_rows_may_lie_anywhere(backend, rng, dtype, gap, offset):
 
 @pytest.mark.parametrize("offset", [1, 2, 4, 7, 8])
 @pytest.mark.parametrize("x_offset", [0, 1])
-def test_codes_may_go_anywhere_and_nowhere_else(backend, rng, offset, x_offset):
-    x = cases.activations(rng, 5, 256)
+@pytest.mark.parametrize("num_rows", [5, 1100])
+def test_codes_may_go_anywhere_and_nowhere_else(backend, rng, num_rows, offset, x_offset):
+    x = cases.activations(rng, num_rows, 256)
     source = embedded(backend, x, offset=x_offset)
-    target = embedded(backend, cases.poisoned_codes(5, 256), offset=offset)
-    scales = embedded(backend, np.full((5, 2), cases.POISON_SCALE), offset=offset)
+    target = embedded(backend, cases.poisoned_codes(num_rows, 256), offset=offset)
+    scales = embedded(backend, np.full((num_rows, 2), cases.POISON_SCALE), offset=offset)
     q, scale = cumoe.per_token_group_quant_fp8(source.view, out=target.view, out_scale=scales.view)
     assert (address_of(q), address_of(scale)) == (address_of(target.view), address_of(scales.view))
     for got, want in zip(

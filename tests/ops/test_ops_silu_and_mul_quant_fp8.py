@@ -101,7 +101,7 @@ def test_clamp_is_never_skipped(backend, alpha_beta):
     assert (activate_on(backend, wild, **options)[1] != want[1]).all()
 
 
-@pytest.mark.parametrize("shape", [(1, 128), (7, 640), (129, 1024)])
+@pytest.mark.parametrize("shape", [(1, 128), (7, 640), (129, 1024), (301, 1024)])
 @pytest.mark.parametrize(("scale_format", "scale_layout"), SCALES)
 @pytest.mark.parametrize("constants", ["plain", "clamp"])
 def test_close_to_the_reference(backend, rng, constants, scale_format, scale_layout, shape):
@@ -113,31 +113,40 @@ def test_close_to_the_reference(backend, rng, constants, scale_format, scale_lay
 @pytest.mark.parametrize("constants", CONSTANTS)
 @pytest.mark.parametrize("scale_format", ["fp32", "ue8m0"])
 def test_constants(backend, rng, constants, scale_format):
-    x = (3 * cases.activations(rng, 512, 1024).astype(np.float32)).astype(BF16)
-    check(backend, x, scale_format=scale_format, **CONSTANTS[constants])
+    x = (3 * cases.activations(rng, 600, 1024).astype(np.float32)).astype(BF16)
+    for rows in (512, 600):
+        check(backend, x[:rows], scale_format=scale_format, **CONSTANTS[constants])
 
 
 @pytest.mark.parametrize("constants", CONSTANTS)
 def test_every_gate_there_is(backend, rng, constants):
-    """All 65,536 bf16 gates, NaN and infinities among them, each with an up of 1 and of -0.3."""
-    gate = np.arange(1 << 16, dtype=np.uint16).view(BF16).reshape(-1, 512)
-    gate = np.concatenate([gate, gate])
-    up = np.repeat(np.array([1, -0.3], np.float32), len(gate) // 2)[:, None].astype(BF16)
-    check(backend, np.hstack([gate, np.broadcast_to(up, gate.shape)]), **CONSTANTS[constants])
+    """All 65,536 bf16 gates, NaN and infinities among them, in order and not, with six ups each."""
+    ordered = np.arange(1 << 16, dtype=np.uint16)
+    shuffled = np.random.default_rng(1).permutation(ordered)
+    gate = np.concatenate([ordered, shuffled] * 3).view(BF16).reshape(-1, 512)
+    ups = np.array([1, -0.3, 0.77, -0.0, 1e-3, 30], np.float32).astype(BF16)
+    up = np.repeat(ups, len(gate) // 6)[:, None]
+    x = np.hstack([gate, np.broadcast_to(up, gate.shape)])
+    check(backend, x, **CONSTANTS[constants])
+    for first in range(0, len(x), 256):
+        check(backend, x[first : first + 256], **CONSTANTS[constants])
 
 
 @pytest.mark.parametrize("constants", CONSTANTS)
 def test_any_bits(backend, rng, constants):
-    bits = rng.integers(0, 1 << 16, (256, 1024), np.uint16)
-    check(backend, bits.view(BF16), **CONSTANTS[constants])
+    bits = rng.integers(0, 1 << 16, (600, 1024), np.uint16)
+    bits[300:] = (bits[300:] & 0x80FF) | rng.integers(110, 135, (300, 1024), np.uint16) << 7
+    for some in (slice(None), slice(0, 512)):
+        check(backend, bits[some].view(BF16), **CONSTANTS[constants])
 
 
 @pytest.mark.parametrize("half", ["gate", "up"])
 @pytest.mark.parametrize("bad", [np.nan, -np.nan])
 @pytest.mark.parametrize("limit", [None, 10.0])
 @pytest.mark.parametrize("scale_format", ["fp32", "ue8m0"])
-def test_nan_stays_nan_and_in_its_place(backend, rng, half, bad, limit, scale_format):
-    x = cases.activations(rng, 2, 512)
+@pytest.mark.parametrize("rows", [2, 1200])
+def test_nan_stays_nan_and_in_its_place(backend, rng, rows, half, bad, limit, scale_format):
+    x = cases.activations(rng, rows, 512)
     x[1, [3, 259]] = 0  # both halves of the activation that becomes NaN
     clean_q, clean_scale = activate_on(backend, x, limit=limit, scale_format=scale_format)
     x[1, [3, 259]] = (bad, 1) if half == "gate" else (1, bad)
@@ -228,11 +237,12 @@ def test_each_scale_lies_where_its_layout_says(backend, scale_format, scale_layo
 
 @pytest.mark.parametrize("offset", [0, 1, 3, 7, 8])
 @pytest.mark.parametrize("gap", [0, 1, 8, 127])
-def test_rows_may_lie_anywhere(backend, rng, gap, offset):
-    x = cases.activations(rng, 5, 512)
+@pytest.mark.parametrize("rows", [5, 1100])
+def test_rows_may_lie_anywhere(backend, rng, rows, gap, offset):
+    x = cases.activations(rng, rows, 512)
     placed = embedded(backend, x, offset=offset, gap=gap)
-    target = embedded(backend, cases.poisoned_codes(5, 256), offset=offset)
-    scales = embedded(backend, np.full((5, 2), cases.POISON_SCALE), offset=offset)
+    target = embedded(backend, cases.poisoned_codes(rows, 256), offset=offset)
+    scales = embedded(backend, np.full((rows, 2), cases.POISON_SCALE), offset=offset)
     q, scale = cumoe.silu_and_mul_quant_fp8(
         placed.view, limit=1.0, out=target.view, out_scale=scales.view
     )

@@ -11,7 +11,7 @@ import cumoe
 from tests.helpers import cases
 from tests.helpers.backends import NumpyBackend
 from tests.helpers.compare import assert_activations_close, assert_bitwise_equal
-from tests.helpers.layouts import scale_buffer
+from tests.helpers.layouts import padded_columns, scale_buffer
 from tests.helpers.tolerances import SILU_CODE_SHARE
 
 
@@ -95,8 +95,11 @@ def test_other_rows_keep_their_bytes(backend, rng, case, scale_format, scale_lay
 
 @pytest.mark.parametrize("routing", cases.ROUTINGS)
 @pytest.mark.parametrize("has_map", [False, True])
-def test_every_routing(backend, rng, routing, has_map):
-    ids = cases.ROUTINGS[routing](rng, 33, 60, 6)
+@pytest.mark.parametrize("num_tokens", [33, 301])
+@pytest.mark.parametrize("dtype", [np.int32, np.int64])
+def test_every_routing(backend, rng, num_tokens, routing, has_map, dtype):
+    """A GPU takes another kernel from 2,048 groups of 128 on: sizes lie on both sides."""
+    ids = cases.ROUTINGS[routing](rng, num_tokens, 60, 6).astype(dtype)
     expert_map = cases.local_map(60, 7, 20) if has_map else None
     valid = (ids >= 0) & (ids < 60)
     if expert_map is not None:
@@ -106,6 +109,32 @@ def test_every_routing(backend, rng, routing, has_map):
         expert_map=None if expert_map is None else expert_map.tolist(),
         num_experts=60,
     )  # fmt: skip
+
+
+@pytest.mark.parametrize("valid", [0, 1, 31, 32, 33, 2047, 2048])
+def test_few_rows_of_many(backend, rng, valid):
+    """Any share of valid rows, wherever they lie."""
+    ids = np.full(2049, -1, np.int32)
+    rows = np.sort(rng.permutation(2049)[:valid])
+    ids[rows] = rng.integers(0, 4, valid)
+    for layout in ("row", "tma"):
+        check(backend, rng, ids, rows.tolist(), num_experts=4, scale_layout=layout)
+
+
+@pytest.mark.parametrize("num_rows", [1, 3, 5, 127, 450])
+@pytest.mark.parametrize(("scale_format", "scale_layout"), [("fp32", "tma"), ("ue8m0", "packed")])
+@pytest.mark.parametrize("filtered", [False, True])
+def test_padding_is_zero(backend, rng, filtered, scale_format, scale_layout, num_rows):
+    """In new scales, and with a filter that skips all rows: padding belongs to no row."""
+    x = cases.activations(rng, num_rows, 1280)
+    ids = np.full(num_rows, -1, np.int32)
+    _, scale = cumoe.silu_and_mul_quant_fp8(
+        backend.put(x),
+        topk_ids=backend.put(ids) if filtered else None,
+        scale_format=scale_format,
+        scale_layout=scale_layout,
+    )
+    assert not padded_columns(backend, scale)[:, num_rows:].any()
 
 
 @pytest.mark.parametrize("expert_map", [None, [3, 2, 1, 0]])
