@@ -28,6 +28,8 @@ from cumoe.ops.moe_align_block_size import moe_align_block_size
 from cumoe.ops.pad_experts import pad_experts
 from cumoe.ops.per_token_group_quant_fp8 import per_token_group_quant_fp8
 from cumoe.ops.silu_and_mul_quant_fp8 import silu_and_mul_quant_fp8
+from cumoe.prebuild import prebuild
+from cumoe.warmup import warmup
 
 __all__ = [
     "ArgumentError",
@@ -46,8 +48,10 @@ __all__ = [
     "moe_align_block_size",
     "pad_experts",
     "per_token_group_quant_fp8",
+    "prebuild",
     "reference",
     "silu_and_mul_quant_fp8",
+    "warmup",
 ]
 
 logging.getLogger("cumoe").addHandler(logging.NullHandler())

@@ -22,6 +22,10 @@ _SCORING = {
 }
 """Scoring of the models whose ``config.json`` may leave ``scoring_func`` out."""
 
+_HIDDEN = ("hidden_size",)
+_INTERMEDIATE = ("moe_intermediate_size",)
+_EXPERTS = ("n_routed_experts", "num_experts", "num_local_experts")
+
 _SCALE_FORMATS = {"ue8m0": "ue8m0", "float": "fp32", "float32": "fp32", "fp32": "fp32"}
 _BLOCK = [128, 128]
 
@@ -57,9 +61,28 @@ def read_config(folder: Path, *, hidden: int, intermediate: int, experts: int) -
     if not path.is_file():
         return MoeConfig(hidden, intermediate, experts)
     values = _Values(path)
-    values.require_size(("hidden_size",), hidden)
-    values.require_size(("moe_intermediate_size",), intermediate)
-    values.require_size(("n_routed_experts", "num_experts", "num_local_experts"), experts)
+    values.require_size(_HIDDEN, hidden)
+    values.require_size(_INTERMEDIATE, intermediate)
+    values.require_size(_EXPERTS, experts)
+    return _config(values, hidden, intermediate, experts)
+
+
+def read_model_config(path: Path) -> MoeConfig:
+    """The MoeConfig of a model whose tensors are not at hand, from its ``config.json`` or folder.
+
+    The sizes are those that the file states; ``top_k`` is never None. Raises CheckpointError where
+    one is missing or has the wrong type.
+    """
+    values = _Values(path / "config.json" if path.is_dir() else path)
+    # Models without dense layers (MiniMax-M2) call the size of an expert intermediate_size.
+    all_sparse = values.get(int, "num_local_experts") is not None
+    names = (*_INTERMEDIATE, "intermediate_size") if all_sparse else _INTERMEDIATE
+    hidden, intermediate = values.need_size(*_HIDDEN), values.need_size(*names)
+    values.need_size("num_experts_per_tok")
+    return _config(values, hidden, intermediate, values.need_size(*_EXPERTS))
+
+
+def _config(values: _Values, hidden: int, intermediate: int, experts: int) -> MoeConfig:
     values.require_blocks()
     grouped = values.get(str, "topk_method") != "greedy"
     return MoeConfig(
@@ -108,6 +131,17 @@ class _Values:
                 wanted,
                 "complete the checkpoint, or use its own config.json",
             )
+
+    def need_size(self, *names: str) -> int:
+        size: int | None = self.get(int, *names)
+        if size is None or size < 1:
+            raise self._wrong(
+                "/".join(names),
+                "a positive integer",
+                size,
+                "use the config.json of a Mixture-of-Experts model",
+            )
+        return size
 
     def require_blocks(self) -> None:
         block = self.quantization.get("weight_block_size")

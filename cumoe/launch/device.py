@@ -10,7 +10,6 @@ from typing import Any
 from cumoe.errors import UnsupportedDeviceError
 from cumoe.plan.device import DeviceInfo, architecture
 
-
 _cuda_is_up = False
 """Whether this process has initialised CUDA through this module."""
 _forked_after_cuda = False

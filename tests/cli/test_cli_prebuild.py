@@ -1,0 +1,142 @@
+"""``cumoe prebuild``: options, progress, output and exit status."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from cumoe.cli import main
+from cumoe.errors import ArgumentError
+from cumoe.prebuild import BuiltKernel, PrebuildReport
+
+GOOD = BuiltKernel("a-sm_90a-A=1", "built", 1000, 0.5)
+KNOWN = BuiltKernel("b-sm_90a", "cached", 2000, 0.0001)
+BAD = BuiltKernel("c-sm_90a", "failed", 0, 0.1, "NVRTC 12.9 cannot compile c.cu\nc.cu(1): error")
+
+
+@pytest.fixture
+def prebuild(monkeypatch):
+    """Stands for the function; `calls` are its arguments, `kernels` what becomes of them."""
+
+    class Fake:
+        kernels = (GOOD, KNOWN)
+        calls: list[dict] = []  # noqa: RUF012
+
+        def __call__(self, *, progress, **options):
+            self.calls.append(options)
+            for kernel in self.kernels if progress else ():
+                progress(kernel, len(self.kernels))
+            return PrebuildReport(Path("/cache"), ("sm_90a",), self.kernels, 1.5)
+
+    fake = Fake()
+    fake.calls = []
+    monkeypatch.setattr(sys.modules["cumoe.prebuild"], "prebuild", fake)
+    return fake
+
+
+def test_options_reach_the_function(prebuild):
+    line = (
+        "prebuild --model glm-5.3 --model kimi-k2 --config c --kernel k --hidden 256 "
+        "--intermediate 128 --experts 4 --top-k 2 --swiglu-limit 7 --swiglu-alpha 1.7 "
+        "--swiglu-beta 1 --scale-format both --tp 4 --tp 8 --ep 2 --pad --all "
+        "--arch sm_90a,sm_89 --jobs 3"
+    )
+    assert main(line.split()) == 0
+    assert prebuild.calls == [
+        {
+            "model": ["glm-5.3", "kimi-k2"], "config": ["c"], "kernel": ["k"], "hidden": 256,
+            "intermediate": 128, "experts": 4, "top_k": 2, "swiglu_limit": 7.0,
+            "swiglu_alpha": 1.7, "swiglu_beta": 1.0, "scale_format": "both", "tp": [4, 8],
+            "ep": [2], "pad": True, "everything": True, "arch": "sm_90a,sm_89", "jobs": 3,
+        }
+    ]  # fmt: skip
+
+
+def test_options_left_out_are_left_to_the_function(prebuild):
+    assert main(["prebuild", "--model", "glm-5.3"]) == 0
+    (call,) = prebuild.calls
+    assert call == {
+        "model": ["glm-5.3"], "kernel": [], "everything": False, "arch": None, "jobs": None,
+        "pad": False,
+    }  # fmt: skip
+
+
+def test_plain_lines_off_a_terminal(prebuild, capsys):
+    assert main(["prebuild", "--model", "glm-5.3"]) == 0
+    out, err = capsys.readouterr()
+    assert err == ""
+    assert [line.split() for line in out.splitlines()] == [
+        ["built", "500", "ms", "a-sm_90a-A=1"],
+        ["cached", "100", "us", "b-sm_90a"],
+        ["cache", "/cache"],
+        ["arch", "sm_90a"],
+        ["kernels", "1", "built,", "1", "cached,", "0", "failed"],
+        ["size", "3,000", "bytes"],
+        ["time", "1.5", "s"],
+        ["result", "ok"],
+    ]
+
+
+def test_a_bar_on_a_terminal(prebuild, capsys, monkeypatch):
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+    assert main(["prebuild", "--model", "glm-5.3"]) == 0
+    out = capsys.readouterr().out
+    assert "built     500 ms" not in out
+    assert "1 built, 1 cached, 0 failed" in out
+
+
+def test_a_failure_shows_its_log_and_status_1(prebuild, capsys):
+    prebuild.kernels = (GOOD, BAD)
+    assert main(["prebuild", "--model", "glm-5.3"]) == 1
+    out, err = capsys.readouterr()
+    assert out.splitlines()[-1].split() == ["result", "FAILED"]
+    assert err == f"cumoe: error: {BAD.log}\n"
+
+
+@pytest.mark.parametrize("kernels", [(GOOD, KNOWN), (GOOD, BAD)])
+def test_json(prebuild, capsys, kernels):
+    prebuild.kernels = kernels
+    assert main(["prebuild", "--model", "glm-5.3", "--json"]) == (kernels[1] is BAD)
+    report = json.loads(capsys.readouterr().out)
+    assert report["cache"] == "/cache"
+    assert (report["built"], report["cached"] + report["failed"]) == (1, 1)
+    assert report["kernels"][0] == {
+        "name": "a-sm_90a-A=1", "state": "built", "num_bytes": 1000, "seconds": 0.5, "log": "",
+    }  # fmt: skip
+
+
+def test_list_names_models_and_sources(capsys, prebuild):
+    assert main(["prebuild", "--list"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("glm-5.3 ")
+    assert "E=288 topk=8 K=4096 N=2048, limit 10, fp32 or ue8m0 scales  https://" in lines[1]
+    assert prebuild.calls == []
+
+
+def test_trouble_is_one_line(monkeypatch, capsys):
+    def refuse(**_):
+        raise ArgumentError("qwen3-235b: want N a multiple of 128")
+
+    monkeypatch.setattr(sys.modules["cumoe.prebuild"], "prebuild", refuse)
+    assert main(["prebuild", "--model", "qwen3-235b", "--tp", "8"]) == 1
+    out, err = capsys.readouterr()
+    assert (out, err) == ("", "cumoe: error: qwen3-235b: want N a multiple of 128\n")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--tp", "0"], "--tp: wanted an integer of at least 1, got '0'"),
+        (["--jobs", "x"], "--jobs: wanted an integer of at least 1, got 'x'"),
+        (["--scale-format", "fp16"], "--scale-format: invalid choice: 'fp16'"),
+        (["glm-5.3"], "unrecognized arguments: glm-5.3"),
+    ],
+)
+def test_usage_errors(capsys, arguments, message):
+    with pytest.raises(SystemExit) as stop:
+        main(["prebuild", *arguments])
+    assert stop.value.code == 2
+    assert message in capsys.readouterr().err
