@@ -14,6 +14,7 @@ from cumoe._version import __version__
 from cumoe.checkpoint.experts import Experts, load_experts
 from cumoe.errors import (
     ArgumentError,
+    CacheFileError,
     CacheWarning,
     CheckpointError,
     CompileError,
@@ -33,6 +34,7 @@ from cumoe.warmup import warmup
 
 __all__ = [
     "ArgumentError",
+    "CacheFileError",
     "CacheWarning",
     "CheckpointError",
     "CompileError",

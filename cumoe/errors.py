@@ -7,7 +7,8 @@
     ├── UnsupportedDeviceError           no kernel for this GPU, or no usable CUDA installation
     ├── KernelNotBuiltError              a kernel is missing and may not be compiled now
     ├── CompileError                     NVRTC refused a kernel; carries its log
-    └── CheckpointError                  a checkpoint that cannot be read; names file and tensor
+    ├── CheckpointError                  a checkpoint that cannot be read; names file and tensor
+    └── CacheFileError                   a file of exported kernels that cannot be trusted
 
     CacheWarning (UserWarning)           the disk cache is unusable; kernels are kept in memory
 
@@ -18,6 +19,7 @@ from __future__ import annotations
 
 __all__ = [
     "ArgumentError",
+    "CacheFileError",
     "CacheWarning",
     "CheckpointError",
     "CompileError",
@@ -63,6 +65,10 @@ class CompileError(CumoeError):
 
 class CheckpointError(CumoeError):
     """A checkpoint file, or a tensor in it, is not what it should be."""
+
+
+class CacheFileError(CumoeError):
+    """A file of exported kernels is damaged, or not one that this version can import."""
 
 
 class CacheWarning(UserWarning):

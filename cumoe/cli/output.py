@@ -32,6 +32,29 @@ def _print_table(rows: Sequence[Row]) -> None:
     Console().print(table)
 
 
+def print_columns(header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    """A table with a header: a column is as wide as its widest text."""
+    if sys.stdout.isatty():
+        _print_columns_on_a_terminal(header, rows)
+        return
+    widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
+    for row in (header, *rows):
+        print(
+            "  ".join(f"{text:{width}}" for text, width in zip(row, widths, strict=True)).rstrip()
+        )
+
+
+def _print_columns_on_a_terminal(header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(*header, box=None)
+    for row in rows:
+        table.add_row(*map(Text, row))  # Text: a path may hold [markup]
+    Console().print(table)
+
+
 def print_json(value: Any) -> None:
     """JSON in the strict sense: what is no finite number becomes null."""
     print(json.dumps(_finite(value), indent=2, allow_nan=False))
@@ -51,3 +74,11 @@ def seconds(value: float) -> str:
         if value >= size:
             return f"{value / size:.3g} {unit}"
     return f"{value / 1e-6:.3g} us"
+
+
+def duration(value: float) -> str:
+    """Seconds as a person counts them: ``3 d``, ``5 h``, ``7 min`` or ``9 s``."""
+    for unit, size in (("d", 86400), ("h", 3600), ("min", 60)):
+        if value >= 2 * size:
+            return f"{value // size:.0f} {unit}"
+    return f"{value:.0f} s"

@@ -5,6 +5,10 @@ from __future__ import annotations
 import argparse
 import math
 import re
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from cumoe.plan.spec import KernelSpec
 
 
 def count(text: str) -> int:
@@ -38,6 +42,33 @@ def device(text: str) -> str:
     if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", text, re.ASCII):
         raise argparse.ArgumentTypeError(f"wanted auto, cpu, cuda or cuda:N, got {text!r}")
     return text
+
+
+def size(text: str) -> int:
+    """Bytes: 1000, 500K, 200M or 2G, of 1024 each."""
+    match = re.fullmatch(r"(\d{1,15})([KMGT]?)", text, re.ASCII)
+    if match is None:
+        raise argparse.ArgumentTypeError(f"wanted a size as 500M or 2G, got {text!r}")
+    return int(match[1]) << 10 * " KMGT".index(match[2] or " ")
+
+
+def age(text: str) -> float:
+    """Seconds: 90s, 30m, 12h or 30d."""
+    match = re.fullmatch(r"(\d{1,9})([smhd])", text, re.ASCII)
+    if match is None:
+        raise argparse.ArgumentTypeError(f"wanted an age as 30d or 12h, got {text!r}")
+    return float(match[1]) * {"s": 1, "m": 60, "h": 3600, "d": 86400}[match[2]]
+
+
+def kernel(text: str) -> KernelSpec:
+    """A kernel by its name."""
+    from cumoe.errors import ArgumentError
+    from cumoe.plan.spec import parse_spec
+
+    try:
+        return parse_spec(text)
+    except ArgumentError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
 
 
 def _integer(text: str, least: int) -> int:

@@ -20,7 +20,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from cumoe.store.key import Fields, digest
 
@@ -49,24 +49,31 @@ def read(root: Path, key: str) -> Reading:
     except OSError:
         return Reading(None)
     try:
-        damage = _damage(key, data, json.loads(read_file(path.with_suffix(".json"))))
+        damage = damage_of(key, data, read_file(path.with_suffix(".json")))
     except FileNotFoundError:
         damage = "no manifest"
     except OSError:
         return Reading(None)
-    except (ValueError, TypeError, AttributeError, RecursionError):
-        damage = "the manifest is not readable"
     return Reading(None, damage) if damage else Reading(data)
 
 
+def damage_of(key: str, data: bytes, manifest: bytes) -> str:
+    """What is wrong with the cubin and the manifest of `key`, or an empty string."""
+    try:
+        claims = json.loads(manifest)
+        if claims["size"] != len(data):
+            return f"{len(data)} bytes, not {claims['size']}"
+        if claims["sha256"] != hashlib.sha256(data).hexdigest():
+            return "its SHA-256 differs from the manifest's"
+        if digest(claims["fields"].items()) != key:
+            return "its manifest is that of another key"
+    except (ValueError, TypeError, LookupError, AttributeError, RecursionError):
+        return "the manifest is not readable"
+    return ""
+
+
 def publish(root: Path, key: str, data: bytes, fields: Fields) -> Path:
-    """Writes an entry so that no reader ever sees a part of it; returns the cubin's path.
-
-    The cubin comes last: its presence says that the entry is complete.
-
-    Raises:
-        OSError: the folder cannot be written.
-    """
+    """Writes a new entry; returns the cubin's path. Raises OSError where that is impossible."""
     path = entry_path(root, key)
     manifest = {
         "fields": dict(fields),
@@ -74,12 +81,19 @@ def publish(root: Path, key: str, data: bytes, fields: Fields) -> Path:
         "size": len(data),
         "created": datetime.now(UTC).isoformat(timespec="seconds"),
     }
-    text = json.dumps(manifest, indent=1).encode()
-    try:
-        _publish(path, data, text)
-    except FileNotFoundError:  # somebody removed the folder just after it was made
-        _publish(path, data, text)
+    put(path, data, json.dumps(manifest, indent=1).encode())
     return path
+
+
+def put(path: Path, data: bytes, manifest: bytes) -> None:
+    """Writes an entry so that no reader ever sees a part of it; raises OSError.
+
+    The cubin comes last: its presence says that the entry is complete.
+    """
+    try:
+        _put(path, data, manifest)
+    except FileNotFoundError:  # somebody removed the folder just after it was made
+        _put(path, data, manifest)
 
 
 def touch(path: Path) -> None:
@@ -90,10 +104,14 @@ def touch(path: Path) -> None:
 
 def files(root: Path) -> Iterator[Path]:
     """Every file in the folders of the entries; what cannot be listed is left out."""
-    for folder in _names(root):
-        if len(folder) == 2:
-            for name in _names(root / folder):
-                yield root / folder / name
+    for folder in folders(root):
+        for name in _names(folder):
+            yield folder / name
+
+
+def folders(root: Path) -> list[Path]:
+    """The folders of the entries."""
+    return [root / name for name in _names(root) if len(name) == 2]
 
 
 def sweep(root: Path) -> None:
@@ -138,7 +156,7 @@ def written(path: Path, data: bytes) -> Iterator[Path]:
             os.unlink(temporary)
 
 
-def _publish(path: Path, data: bytes, manifest: bytes) -> None:
+def _put(path: Path, data: bytes, manifest: bytes) -> None:
     os.makedirs(path.parent, exist_ok=True)
     manifest_path = path.with_suffix(".json")
     with written(manifest_path, manifest) as text, written(path, data) as cubin:
@@ -150,17 +168,6 @@ def _write(fd: int, data: bytes) -> None:
     rest = memoryview(data)
     while rest:
         rest = rest[os.write(fd, rest) :]
-
-
-def _damage(key: str, data: bytes, manifest: Any) -> str:
-    """What is wrong with an entry, or an empty string."""
-    if manifest.get("size") != len(data):
-        return f"{len(data)} bytes, not {manifest.get('size')}"
-    if manifest.get("sha256") != hashlib.sha256(data).hexdigest():
-        return "its SHA-256 differs from the manifest's"
-    if digest(manifest.get("fields").items()) != key:
-        return "its manifest is that of another key"
-    return ""
 
 
 def _names(folder: Path) -> list[str]:
