@@ -8,7 +8,7 @@ from cumoe import reference
 from cumoe.arrays.exchange import to_numpy, view
 from cumoe.arrays.view import ITEM_BYTES, ArrayView
 from cumoe.errors import ArgumentError
-from cumoe.launch import device, memory
+from cumoe.launch import device, memory, module
 from cumoe.launch.run import run
 from cumoe.ops import _outputs
 from cumoe.ops._experts_inputs import Inputs, checked_inputs
@@ -138,10 +138,13 @@ def _run(i: Inputs, max_workspace_bytes: int | None) -> Any:
     largest = planning.plan(i.problem._replace(M=tokens), info)
     workspace = _workspace(i, largest.workspace.total)
     stream = memory.current_stream(i.x)
-    for first in range(0, i.problem.M, max(1, tokens)):
-        problem = i.problem._replace(M=min(tokens, i.problem.M - first))
-        part = planning.plan(problem, info)
-        _launch(part, problem, i, first, workspace.ptr, out_view.ptr, stream)
+    starts = range(0, i.problem.M, max(1, tokens))
+    problems = [i.problem._replace(M=min(tokens, i.problem.M - first)) for first in starts]
+    plans = [planning.plan(problem, info) for problem in problems]
+    for plan in {id(plan): plan for plan in plans}.values():  # all parts but the last are alike
+        module.require_loaded(plan.steps, i.x.device.ordinal, stream)
+    for first, problem, plan in zip(starts, problems, plans, strict=True):
+        _launch(plan, problem, i, first, workspace.ptr, out_view.ptr, stream)
     return out
 
 

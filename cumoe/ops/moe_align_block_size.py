@@ -14,7 +14,7 @@ from cumoe.arrays.check import (
 from cumoe.arrays.exchange import from_numpy, to_numpy, view
 from cumoe.arrays.view import ArrayView
 from cumoe.errors import ArgumentError
-from cumoe.launch import device, memory, run
+from cumoe.launch import device, memory, module, run
 from cumoe.ops import _inputs, _outputs
 from cumoe.plan import moe_align_block_size as planning
 
@@ -87,8 +87,10 @@ def _run(
     )
     scratch = view(_outputs.new_output(ids, ((plan.chunks + 1) * experts,), "int32"), "scratch")
     pointers = [view(r, "output").ptr for r in results]
+    stream = memory.current_stream(ids)
+    module.require_loaded((plan.count_slots, plan.scan_counts, plan.scatter_slots), ordinal, stream)
     launch_align(
-        plan, problem, ordinal, memory.current_stream(ids),
+        plan, problem, ordinal, stream,
         ids.ptr, 0 if map_view is None else map_view.ptr,
         scratch.ptr, scratch.ptr + plan.chunks * experts * 4, *pointers,
     )  # fmt: skip

@@ -75,11 +75,16 @@ class Plan(NamedTuple):
     workspace: Workspace
 
     @property
-    def kernels(self) -> tuple[KernelSpec, ...]:
-        """Every kernel of the plan."""
+    def steps(self) -> tuple[Step, ...]:
+        """Every launch, in order."""
         align = (self.align.count_slots, self.align.scan_counts, self.align.scatter_slots)
-        steps = (self.quantize, *align, self.gemm1, self.activate.step, self.gemm2, self.combine)
-        return tuple(step.kernel for step in steps)
+        experts = (self.gemm1, self.activate.step, self.gemm2, self.combine)
+        return (self.quantize, *align, *experts)
+
+    @property
+    def kernels(self) -> tuple[KernelSpec, ...]:
+        """The kernel of each launch."""
+        return tuple(step.kernel for step in self.steps)
 
 
 @lru_cache(4096)

@@ -64,7 +64,8 @@ def launches():
         patch.setattr(memory, "empty", empty)
         patch.setattr(memory, "current_stream", lambda v: 0)
         patch.setattr(launch_run, "function", function)
-        patch.setattr(driver, "launch", lambda *a: 0)
+        patch.setattr(driver, "launch", lambda *a, **k: 0)
+        patch.setattr(driver, "is_capturing", lambda stream: False)
         yield recorded
 
 
