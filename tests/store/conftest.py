@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -31,3 +32,12 @@ def cache(tmp_path: Path) -> Iterator[Path]:
         yield root
     _settings.settings.cache_clear()
     store.forget()
+
+
+@pytest.fixture
+def public() -> Iterator[Path]:
+    """A folder that other users can enter; `tmp_path` is closed to them."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        folder.chmod(0o755)
+        yield folder
