@@ -1,0 +1,191 @@
+"""The experts at the size of a real model, and sorts of many slots."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import cache
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+import torch
+
+import cumoe
+from cumoe.reference.exact import fused_experts_float64
+from tests.helpers import cases, oracles, tolerances
+from tests.helpers.backends import TorchBackend
+from tests.helpers.cases import ExpertsCase, ExpertWeights
+from tests.helpers.compare import assert_bitwise_equal, assert_rows_close, assert_total_close
+from tests.helpers.workloads import assert_same_bytes, bytes_of, churn, raw_bytes
+
+pytestmark = pytest.mark.gpu
+
+E, TOPK, K, N = 256, 8, 6144, 256
+"""GLM-5.3, one rank of eight under tensor parallelism."""
+ROWS_LOOKED_AT = 8
+LIMIT = 10.0
+
+
+class Layer(NamedTuple):
+    """1.2 GB of random weights on the GPU."""
+
+    w1: torch.Tensor
+    w2: torch.Tensor
+    w1_scale: torch.Tensor
+    w2_scale: torch.Tensor
+
+
+def random_layer(device: str, num_experts: int, intermediate: int, hidden: int) -> Layer:
+    """Every e4m3 code but NaN, equally likely; a row times a unit normal vector is about 1."""
+    generator = torch.Generator(device).manual_seed(5)
+
+    def codes(*shape: int) -> torch.Tensor:
+        out = torch.randint(0, 256, shape, dtype=torch.uint8, device=device, generator=generator)
+        return out.masked_fill_((out & 0x7F) == 0x7F, 0x38).view(torch.float8_e4m3fn)
+
+    def scales(depth: int, *shape: int) -> torch.Tensor:
+        size = torch.rand(shape, device=device, generator=generator)
+        rms = np.sqrt(np.nanmean(oracles.E4M3_VALUES**2))
+        return torch.exp2(2 * size - 1) / (rms * depth**0.5)
+
+    return Layer(
+        codes(num_experts, 2 * intermediate, hidden),
+        codes(num_experts, hidden, intermediate),
+        scales(hidden, num_experts, 2 * intermediate // 128, hidden // 128),
+        scales(intermediate, num_experts, hidden // 128, intermediate // 128),
+    )
+
+
+class Tokens(NamedTuple):
+    x: np.ndarray
+    ids: np.ndarray
+    weights: np.ndarray
+
+
+@cache
+def tokens(num_tokens: int, *, seed: int = 0, experts: int = E, hidden: int = K) -> Tokens:
+    """Skewed routing with invalid slots, and a token without any expert."""
+    rng = np.random.default_rng(seed)
+    ids = cases.zipf(rng, num_tokens, experts, TOPK)
+    ids[rng.random(ids.shape) < 0.1] = -1
+    if num_tokens > 1:
+        ids[1] = -1
+    return Tokens(cases.activations(rng, num_tokens, hidden), ids, cases.router_weights(rng, ids))
+
+
+@pytest.fixture(scope="module")
+def layer() -> Iterator[Layer]:
+    yield random_layer("cuda", E, N, K)
+    torch.cuda.empty_cache()
+
+
+def run(layer: Layer, t: Tokens, device: str = "cuda", **options) -> torch.Tensor:
+    put = TorchBackend(device).put
+    return cumoe.fused_experts_fp8(
+        put(t.x), layer.w1, layer.w2, put(t.weights), put(t.ids),
+        w1_scale=layer.w1_scale, w2_scale=layer.w2_scale, swiglu_limit=LIMIT, **options,
+    )  # fmt: skip
+
+
+def some_rows(layer: Layer, t: Tokens) -> tuple[np.ndarray, ExpertsCase]:
+    """Rows spread over the tokens, and the case of them alone with the experts that they need."""
+    rows = np.unique(np.linspace(0, len(t.x) - 1, ROWS_LOOKED_AT).astype(int))
+    if len(t.x) > 1:
+        rows[1] = 1  # the token without an expert
+    ids = t.ids[rows]
+    needed = np.unique(ids[ids >= 0]).astype(np.int64)
+    raw, index = TorchBackend("cpu").raw, torch.from_numpy(needed)
+
+    def part(a: torch.Tensor) -> np.ndarray:
+        return raw(raw_bytes(a)[index.to(a.device)].cpu())
+
+    experts = ExpertWeights(
+        part(layer.w1).view(cases.E4M3),
+        part(layer.w2).view(cases.E4M3),
+        part(layer.w1_scale).view(np.float32),
+        part(layer.w2_scale).view(np.float32),
+    )
+    compact = np.where(ids >= 0, np.searchsorted(needed, ids), -1).astype(np.int32)
+    return rows, ExpertsCase(experts, t.x[rows], t.weights[rows], compact)
+
+
+def check_rows(layer: Layer, t: Tokens, got: np.ndarray) -> None:
+    rows, case = some_rows(layer, t)
+    want = case.run(cumoe.reference.fused_experts_fp8, swiglu_limit=LIMIT)
+    exact = case.run(fused_experts_float64, swiglu_limit=LIMIT)
+    assert_rows_close(got[rows], want, tolerances.MMA_ROW, "against the reference")
+    assert_rows_close(got[rows], exact, tolerances.EXACT_ROW, "against float64")
+    assert_total_close(got[rows], exact, tolerances.EXACT_TOTAL, cosine=tolerances.EXACT_COSINE)
+
+
+@pytest.mark.parametrize("num_tokens", [1, 16, 512, 2048])
+def test_rows_are_within_the_tolerances(layer, num_tokens):
+    t = tokens(num_tokens)
+    got = TorchBackend("cuda").bf16(run(layer, t))
+    assert np.isfinite(got.astype(np.float32)).all()
+    nothing = (t.ids < 0).all(axis=1)
+    assert (got[nothing].view(np.uint16) == 0).all()
+    assert got[~nothing].astype(np.float32).any(axis=1).all()
+    check_rows(layer, t, got)
+
+
+@pytest.mark.parametrize("num_tokens", [1, 16, 512])
+def test_the_same_bytes_in_twenty_runs(layer, num_tokens):
+    t = tokens(num_tokens)
+    want = bytes_of((run(layer, t),))
+    for _ in range(20):
+        churn()
+        assert_same_bytes(bytes_of((run(layer, t),)), want)
+
+
+def test_parts_give_the_same_bytes(layer):
+    t = tokens(512)
+    want = bytes_of((run(layer, t),))
+    assert_same_bytes(bytes_of((run(layer, t, max_workspace_bytes=16 << 20),)), want)
+
+
+@pytest.mark.parametrize("num_tokens", [1, 8, 16, 512])
+def test_a_graph_replays_other_tokens(layer, num_tokens):
+    put = TorchBackend("cuda").put
+    static = [put(a.copy()) for a in tokens(num_tokens)]
+    call = lambda: cumoe.fused_experts_fp8(  # noqa: E731
+        static[0], layer.w1, layer.w2, static[2], static[1],
+        w1_scale=layer.w1_scale, w2_scale=layer.w2_scale, swiglu_limit=LIMIT,
+    )  # fmt: skip
+    call()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        result = call()
+    seen = set()
+    for seed in (1, 2, 3):
+        t = tokens(num_tokens, seed=seed)
+        for target, source in zip(static, t, strict=True):
+            raw_bytes(target).copy_(raw_bytes(put(source.copy())))
+        raw_bytes(result).fill_(0xAA)
+        churn()
+        graph.replay()
+        got = bytes_of((result,))
+        assert_same_bytes(got, bytes_of((run(layer, t),)))
+        seen.add(got[0].tobytes())
+    assert len(seen) == 3
+
+
+@pytest.mark.parametrize("num_experts", [256, 4096])
+@pytest.mark.parametrize("num_tokens", [4097, 65_536])
+@pytest.mark.parametrize("block_size", [16, 64])
+def test_sorts_of_many_slots_equal_a_stable_sort(rng, num_tokens, num_experts, block_size):
+    ids = rng.integers(0, num_experts, (num_tokens, 8)).astype(np.int32)
+    ids[: num_tokens // 4] = 7  # a hot expert
+    put = TorchBackend("cuda").put(ids)
+    results = [r.cpu().numpy() for r in cumoe.moe_align_block_size(put, block_size, num_experts)]
+    slots, experts, used = oracles.align_by_sort(ids, block_size, num_experts)
+    assert results[2].tolist() == [used]
+    assert_bitwise_equal(results[0][:used], slots.astype(np.int32))
+    assert_bitwise_equal(results[1][: used // block_size], experts.astype(np.int32))
+    assert (results[0][used:] == ids.size).all()
+    assert (results[1][used // block_size :] == -1).all()
+    for _ in range(5):
+        again = cumoe.moe_align_block_size(put, block_size, num_experts)
+        for got, want in zip(again, results, strict=True):
+            assert_bitwise_equal(got.cpu().numpy(), want)
