@@ -239,7 +239,7 @@ def _verdict(e: Explanation) -> str:
 
 def _short(label: str, value: str) -> str:
     """A hash by its first digits."""
-    return value[:12] if label == "source" else value or "nothing"
+    return (value[:12] if label == "source" else value) or "nothing"
 
 
 def _name(entry: Entry) -> str:
