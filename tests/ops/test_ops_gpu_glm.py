@@ -138,6 +138,15 @@ def test_the_same_bytes_in_twenty_runs(layer, num_tokens):
         assert_same_bytes(bytes_of((run(layer, t),)), want)
 
 
+def test_a_tokens_bytes_do_not_depend_on_the_number_of_tokens(layer):
+    """Few tokens and many take tiles of different height."""
+    t = tokens(2048)
+    want = TorchBackend("cuda").bf16(run(layer, t))
+    for some in (slice(0, 1), slice(3, 20), slice(1000, 1512)):
+        got = TorchBackend("cuda").bf16(run(layer, Tokens(*(a[some] for a in t))))
+        assert_bitwise_equal(got, want[some])
+
+
 def test_parts_give_the_same_bytes(layer):
     t = tokens(512)
     want = bytes_of((run(layer, t),))
