@@ -30,6 +30,7 @@ from cumoe.ops.pad_experts import pad_experts
 from cumoe.ops.per_token_group_quant_fp8 import per_token_group_quant_fp8
 from cumoe.ops.silu_and_mul_quant_fp8 import silu_and_mul_quant_fp8
 from cumoe.prebuild import prebuild
+from cumoe.store.info import cache_info
 from cumoe.warmup import warmup
 
 __all__ = [
@@ -45,6 +46,7 @@ __all__ = [
     "KernelNotBuiltError",
     "UnsupportedDeviceError",
     "__version__",
+    "cache_info",
     "fused_experts_fp8",
     "load_experts",
     "moe_align_block_size",

@@ -11,11 +11,11 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from cumoe._version import __version__
-from cumoe.cli import cache, demo, prebuild, run
+from cumoe.cli import cache, demo, doctor, prebuild, run
 from cumoe.errors import CumoeError
 
 # Each has add_to(subparsers), which sets `execute` of the parsed line.
-_COMMANDS = (demo, run, prebuild, cache)
+_COMMANDS = (demo, run, prebuild, cache, doctor)
 
 
 class _Parser(argparse.ArgumentParser):

@@ -173,3 +173,14 @@ def test_glm_is_prebuilt_in_seconds_and_found_again_at_once(tmp_path):
     again = [command(tmp_path, *glm) for _ in range(2)]
     assert all(report["cached"] == first["built"] for report, _ in again)
     assert min(warm_s for _, warm_s in again) < 1
+
+
+def test_cache_info_counts_kernels_and_this_process(kernels, cache, tmp_path, monkeypatch):
+    report = cumoe.prebuild(kernel=TINY)
+    monkeypatch.setenv("CUMOE_CACHE_PATH", str(tmp_path / "below"))
+    _settings.settings.cache_clear()
+    info = cumoe.cache_info()
+    own, below = info.folders
+    assert (own.path, own.kernels, below.path, below.kernels) == (cache, 3, tmp_path / "below", 0)
+    assert own.num_bytes > report.num_bytes  # the manifests count too
+    assert (info.counters.compiled, info.counters.disk_hits) == (3, 0)
