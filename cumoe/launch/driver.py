@@ -59,7 +59,10 @@ def check(code: int, what: str) -> None:
         name = ctypes.c_char_p()
         library().cuGetErrorName(code, ctypes.byref(name))
         text = (name.value or b"unknown error").decode()
-        raise CumoeError(f"{what}: the CUDA driver answered {text} ({code})")
+        raise CumoeError(
+            f"{what}: want success, the CUDA driver answered {text} ({code}); if an earlier kernel "
+            f"failed, CUDA_LAUNCH_BLOCKING=1 shows which"
+        )
 
 
 def set_shared_memory(function: int, smem_bytes: int, what: str) -> None:
