@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import argparse
 import tempfile
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from cumoe.cli.output import print_rows, seconds
 from cumoe.cli.run import conclude, rows
-
-if TYPE_CHECKING:
-    from cumoe.checkpoint.config import MoeConfig
 
 _DESCRIPTION = """\
 Writes a checkpoint of 3 MB with random weights, and runs and verifies its layer as `cumoe run`
@@ -43,21 +40,22 @@ def _demo(folder: str) -> int:
     report = run_layer(write_demo(folder))
     found, failures = rows(report), list(report.errors.failures)
     if report.backend == "cpu":
-        kernels, refused = _compile(report.config)
+        kernels, refused = _compile(folder)
         found.append(("kernels", kernels))
         failures += refused
     print_rows([*found, ("result", "FAILED" if failures else "ok")])
     return conclude(report.file, failures)
 
 
-def _compile(config: MoeConfig) -> tuple[str, tuple[str, ...]]:
+def _compile(folder: str) -> tuple[str, tuple[str, ...]]:
     """Compiles the layer's kernels where there is a compiler: what to say, and the failures."""
-    from cumoe.checkpoint.build import build_layer
     from cumoe.errors import UnsupportedDeviceError
+    from cumoe.prebuild import prebuild
 
     try:
-        built = build_layer(config)
+        built = prebuild(config=folder)
     except UnsupportedDeviceError as error:
         return f"not compiled: {error}", ()
-    what = f"{built.kernels} for {built.arch}, {built.num_bytes:,} bytes"
-    return f"{what}, compiled or in the cache, {seconds(built.seconds)}", built.failures
+    what = f"{len(built.kernels)} for {', '.join(built.archs)}, {built.num_bytes:,} bytes"
+    failures = tuple(kernel.log for kernel in built.kernels if kernel.log)
+    return f"{what}, compiled or in the cache, {seconds(built.seconds)}", failures

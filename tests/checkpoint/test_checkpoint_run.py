@@ -13,7 +13,6 @@ from safetensors.numpy import save_file
 
 import cumoe
 from cumoe.checkpoint.accuracy import Errors, row_errors
-from cumoe.checkpoint.build import build_layer
 from cumoe.checkpoint.demo import demo_tensors, write_demo
 from cumoe.checkpoint.experts import load_experts, to_cuda
 from cumoe.checkpoint.run import RunOptions, run_layer
@@ -222,36 +221,3 @@ def test_experts_on_the_gpu_have_the_bytes_of_the_host(demo):
     host, there = load_experts(demo, 0), load_experts(demo, 0, device="cuda")
     for name in ("w1", "w2", "w1_scale", "w2_scale"):
         assert to_host(getattr(there, name)).tobytes() == getattr(host, name).tobytes()
-
-
-def test_every_kernel_of_the_demo_layer_compiles(demo):
-    config = load_experts(demo, 0).config
-    report = build_layer(config, arch="sm_90a")
-    assert report.failures == ()
-    assert report.kernels > 3
-    assert report.num_bytes > 1000 * report.kernels
-    assert report.seconds > 0
-
-
-def test_a_build_needs_top_k(demo):
-    config = replace(load_experts(demo, 0).config, top_k=None)
-    with pytest.raises(ArgumentError, match="top_k: wanted the experts per token, got None"):
-        build_layer(config)
-
-
-def test_a_build_is_for_the_architecture_of_the_settings(demo, monkeypatch):
-    from cumoe import _settings
-    from cumoe.store import store
-
-    monkeypatch.setenv("CUMOE_ARCH", "sm_89")
-    _settings.settings.cache_clear()
-    asked = []
-    monkeypatch.setattr(store, "get", lambda spec: asked.append(spec))
-    config = load_experts(demo, 0).config
-    try:
-        assert build_layer(config).arch == "sm_89"
-        assert {spec.arch for spec in asked} == {"sm_89"}
-        assert build_layer(config, arch="sm_90a").arch == "sm_90a"
-    finally:
-        monkeypatch.undo()
-        _settings.settings.cache_clear()
