@@ -5,11 +5,9 @@ from __future__ import annotations
 import logging
 import os
 import re
-import statistics
 import tempfile
 import threading
 import time
-import timeit
 import warnings
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -91,44 +89,20 @@ def test_own_bytes_are_used_not_read_back(
     assert store.get(SPEC).data.startswith(b"\x7fELF")
 
 
-Damage = Callable[[Path, Path], object]
-
-
-def _flip(share: float) -> Damage:
-    def flip(path: Path, other: Path) -> None:
-        data = bytearray(path.read_bytes())
-        data[int(share * (len(data) - 1))] ^= 1
-        path.write_bytes(data)
-
-    return flip
-
-
-def _swap(path: Path, other: Path) -> None:
-    for suffix in (".cubin", ".json"):
-        path.with_suffix(suffix).write_bytes(other.with_suffix(suffix).read_bytes())
-
-
 @pytest.mark.parametrize(
     "damage",
     [
-        pytest.param(lambda path, other: os.truncate(path, 100), id="truncated"),
-        pytest.param(lambda path, other: os.truncate(path, path.stat().st_size - 1), id="one less"),
-        pytest.param(lambda path, other: os.truncate(path, 0), id="empty"),
-        pytest.param(lambda path, other: os.truncate(path, 1 << 16), id="longer"),
-        *[pytest.param(_flip(share), id=f"bit at {share:.0%}") for share in (0, 0.3, 0.7, 1)],
-        pytest.param(lambda path, other: path.write_bytes(other.read_bytes()), id="other cubin"),
-        pytest.param(_swap, id="other entry"),
-        pytest.param(lambda path, other: path.with_suffix(".json").unlink(), id="no manifest"),
-        pytest.param(lambda path, other: path.with_suffix(".json").write_text("{"), id="half one"),
+        pytest.param(lambda path: os.truncate(path, path.stat().st_size - 1), id="one less"),
+        pytest.param(lambda path: os.truncate(path, 1 << 16), id="longer"),
+        pytest.param(lambda path: path.with_suffix(".json").write_text("{"), id="half a manifest"),
     ],
 )
 def test_damage_is_a_miss_and_is_mended(
-    kernels: Path, cache: Path, caplog: pytest.LogCaptureFixture, damage: Damage
+    kernels: Path, cache: Path, caplog: pytest.LogCaptureFixture, damage: Callable[[Path], None]
 ) -> None:
     good, other = store.get(SPEC), store.get(OTHER)
     assert good.path is not None
-    assert other.path is not None
-    damage(good.path, other.path)
+    damage(good.path)
     store.forget()
     assert store.lookup(SPEC) is None
     assert _tallies() == (0, 0, 0, 0)
@@ -217,20 +191,6 @@ def test_build_goes_on_after_a_failure(kernels: Path, cache: Path) -> None:
     assert "undefined" in report.failures[0][1].log
     assert report.seconds > 0
     assert _tallies() == (2, 0, 0, 0)
-
-
-def test_warm_get_is_one_lookup(
-    kernels: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def never(*args: object) -> None:
-        raise AssertionError("the warm path touched more than memory")
-
-    store.get(SPEC)
-    for module, name in ((source, "read_source"), (store, "settings"), (disk, "read")):
-        monkeypatch.setattr(module, name, never)
-    equal = kernel_spec("tiny", "sm_90a", A=5)  # not the same object
-    times = timeit.repeat(lambda: store.get(equal), number=200, repeat=51)
-    assert statistics.median(times) / 200 < 5e-6  # seconds; 0.3e-6 on an idle core
 
 
 def _warned_about(caught: list[warnings.WarningMessage]) -> list[str]:

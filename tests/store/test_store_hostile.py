@@ -14,6 +14,8 @@ from tests.helpers import child
 from tests.store.tiny_kernels import write_kernels
 
 Facts = dict[str, Any]
+IS_ROOT = os.geteuid() == 0
+"""Then a child becomes another user; else what it may not do is taken from this user."""
 
 
 @pytest.fixture
@@ -91,17 +93,20 @@ def test_a_read_only_home(folder: Path, wanted: list[str], tmp_path: Path) -> No
 
 @pytest.mark.parametrize("mode", [0o755, 0o700, 0o711])
 def test_a_folder_of_another_user(folder: Path, wanted: list[str], mode: int) -> None:
-    (folder / "cache").mkdir(mode=mode)
+    (folder / "cache").mkdir()
+    (folder / "cache").chmod(mode if IS_ROOT else mode & 0o555)
     _check(_scene("as_nobody", folder), wanted, [False] * 3)
 
 
 def test_a_folder_of_another_user_with_kernels(folder: Path, wanted: list[str]) -> None:
     _check(_scene("plain", folder), wanted, [True] * 3)
+    for path in (folder / "cache").rglob("*") if not IS_ROOT else ():
+        path.chmod(0o555 if path.is_dir() else 0o444)
     facts = _scene("as_nobody", folder)
     _check(facts, wanted, [True] * 3)
     assert (facts["compiled"], facts["hits"]) == (0, 3)
     for path in (folder / "cache").rglob("*.cubin"):
-        path.chmod(0o600)
+        path.chmod(0o600 if IS_ROOT else 0)
     facts = _scene("as_nobody", folder)
     _check(facts, wanted, [False] * 3)
     assert facts["compiled"] == 3
