@@ -24,7 +24,7 @@ LAYERS = {
     ("deepseek-v4-flash", 1): Layer(4096, 2048, 256, 256, 6, ("ue8m0",), limit=10.0),
     ("qwen3-235b", 4): Layer(4096, 384, 128, 128, 8, BOTH),
     ("qwen3-30b-a3b", 2): Layer(2048, 384, 128, 128, 8, BOTH),
-    ("qwen3-next-80b", 4): Layer(2048, 128, 512, 512, 10, BOTH),
+    ("qwen3-next", 4): Layer(2048, 128, 512, 512, 10, BOTH),
     ("minimax-m2", 4): Layer(3072, 384, 256, 256, 8, BOTH),
     ("kimi-k2", 8): Layer(7168, 256, 384, 384, 8, BOTH),
 }
