@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import subprocess
 import sys
 import time
@@ -13,6 +14,8 @@ import pytest
 
 from cumoe import _settings
 from cumoe.cli import main, output, values
+from cumoe.plan.device import H200
+from cumoe.plan.enumerate import layer_specs
 from cumoe.plan.spec import kernel_spec
 from cumoe.store import disk, key, locks, store
 
@@ -77,7 +80,7 @@ def test_list_prints_each_kernel_by_folder(cache, capsys, tmp_path):
     assert lines[0].startswith(f"{cache}: 3 kernels, ")
     assert lines[1].split() == ["bytes", "age", "last", "use", "kernel"]
     assert [line.split()[-1] for line in lines[2:5]] == [f"moe_sum-sm_90a-A={n}" for n in (1, 2, 3)]
-    assert lines[3].split()[1:6] == ["0", "s", "24", "h", "moe_sum-sm_90a-A=2"]
+    assert lines[3].split()[2:6] == ["s", "24", "h", "moe_sum-sm_90a-A=2"]
     assert lines[5].startswith(f"{tmp_path / 'image'}: 1 kernel, ")
     assert "\x1b" not in out
 
@@ -265,6 +268,39 @@ def test_a_terminal_gets_a_table(monkeypatch, capsys):
     assert len(out.splitlines()) == 2
 
 
+def test_the_command_of_the_error_builds_what_was_missing(tmp_path):
+    """As a user would: the first call fails, the command it names is run, the next call works."""
+    spec = next(
+        spec
+        for spec in layer_specs(H200, K=512, N=256, num_experts=8, topk=2)
+        if spec.stem == "moe_sum"
+    )
+    call = (
+        "import sys\n"
+        "from cumoe.plan.spec import parse_spec\n"
+        "from cumoe.store import store\n"
+        "print(store.get(parse_spec(sys.argv[1])).path)\n"
+    )
+    env = {"CUMOE_CACHE_DIR": str(tmp_path / "new"), "CUMOE_DISABLE_JIT": "1"}
+    first = process("-c", call, spec.text, **env)
+    assert first.returncode == 1
+    (command,) = (line[4:] for line in first.stderr.splitlines() if line.startswith("    cumoe "))
+    built = process("-m", *shlex.split(command), **env)
+    assert (built.returncode, built.stderr) == (0, "")
+    again = process("-c", call, spec.text, **env)
+    assert again.returncode == 0
+    assert Path(again.stdout.strip()).is_relative_to(tmp_path / "new")
+
+
+def process(*arguments: str, **env: str) -> subprocess.CompletedProcess[str]:
+    """Python with these arguments, in an environment of its own."""
+    return subprocess.run(
+        [sys.executable, "-W", "error", *arguments],
+        capture_output=True, text=True, env={**os.environ, "PYTHONPATH": str(ROOT), **env},
+        timeout=60,
+    )  # fmt: skip
+
+
 def test_listing_needs_no_compiler(cache):
     code = (
         "import sys\n"
@@ -272,9 +308,6 @@ def test_listing_needs_no_compiler(cache):
         "from cumoe.cli import main\n"
         "sys.exit(main(['cache', 'list']))\n"
     )
-    done = subprocess.run(
-        [sys.executable, "-W", "error", "-c", code],
-        capture_output=True, text=True, env={**os.environ, "PYTHONPATH": str(ROOT)}, timeout=60,
-    )  # fmt: skip
+    done = process("-c", code)
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.startswith(f"{cache}: 3 kernels")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -113,6 +114,14 @@ def test_fields_have_labels_and_no_path(kernels: Path) -> None:
     assert fields["nvrtc"].startswith("Cuda compilation tools, release ")
     assert "-arch=sm_90a" in fields["flags"]
     assert not any(str(kernels) in value for value in fields.values())
+
+
+def test_the_document_lists_what_is_hashed(kernels: Path) -> None:
+    text = (Path(__file__).parents[2] / "docs/cache.md").read_text()
+    table = text.split("## What is hashed")[1].split("##")[0]
+    rows = re.findall(r"^\| (`.*?`) \|", table, re.MULTILINE)
+    labels = [label for row in rows for label in re.findall(r"`(\w+)`", row)]
+    assert labels == [label for label, _ in key.fields(SPEC)]
 
 
 def test_a_source_in_hand_is_not_read_again(kernels: Path) -> None:

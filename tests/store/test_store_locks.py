@@ -139,6 +139,21 @@ def test_many_may_hold_and_then_none_may_remove(entry: Path) -> None:
         assert free
 
 
+def test_an_entry_removed_at_the_last_moment_is_not_held(
+    entry: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flock = locks.fcntl.flock
+
+    def remove_first(fd: int, operation: int) -> None:
+        entry.unlink()
+        flock(fd, operation)
+
+    monkeypatch.setattr(locks.fcntl, "flock", remove_first)
+    before = _open_descriptors()
+    assert not locks.hold(entry)
+    assert _open_descriptors() == before
+
+
 def test_a_replaced_entry_is_held_instead_of_the_old_one(tmp_path: Path, entry: Path) -> None:
     assert locks.hold(entry)
     old = os.open(entry, os.O_RDWR)
