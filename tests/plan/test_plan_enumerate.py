@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from functools import lru_cache
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -12,11 +14,10 @@ from hypothesis import strategies as st
 
 import cumoe
 from cumoe.arrays import exchange
-from cumoe.arrays.view import ArrayView, Device
+from cumoe.arrays.view import Device
 from cumoe.errors import ArgumentError
 from cumoe.launch import device as launch_device
-from cumoe.launch import driver, memory
-from cumoe.launch import run as launch_run
+from cumoe.launch import driver, memory, module
 from cumoe.plan import fused_experts_fp8 as fused
 from cumoe.plan.device import ARCHITECTURES, H200
 from cumoe.plan.enumerate import (
@@ -28,7 +29,8 @@ from cumoe.plan.enumerate import (
     specs_of,
     steps_in,
 )
-from cumoe.plan.spec import Step
+from cumoe.plan.spec import KernelSpec
+from cumoe.store import store
 from tests.helpers.cases import BF16, E4M3
 
 _DTYPES = {"e4m3": E4M3, "bf16": BF16, "fp32": np.float32}
@@ -45,31 +47,63 @@ def reachable(layer: Layer) -> set[tuple[object, ...]]:
     return keys(all_steps(H200, layer._replace(limit=None, scaled=False)))
 
 
+class FakeDriver:
+    """A driver of a GPU that runs nothing; `launches` is what it was asked to run."""
+
+    def __init__(self, thread: ThreadPoolExecutor) -> None:
+        self.loaded: list[tuple[KernelSpec, str]] = []
+        self.launches: list[tuple[object, ...]] = []
+        self.thread = thread
+
+    def launched_by(self, op, *arguments, **options) -> set[tuple[object, ...]]:
+        """What a call of an op launches."""
+        self.launches.clear()
+        self.thread.submit(op, *arguments, **options).result()
+        return set(self.launches)
+
+    def load(self, kernel: KernelSpec) -> SimpleNamespace:
+        """A module, whose functions are numbers."""
+
+        def get_function(entry: str) -> SimpleNamespace:
+            self.loaded.append((kernel, entry))
+            return SimpleNamespace(ptr=len(self.loaded))
+
+        return SimpleNamespace(get_function=get_function)
+
+    def cuLaunchKernelEx(self, config, function, parameters, extra) -> int:
+        kernel, entry = self.loaded[function.value - 1]
+        self.launches.append((kernel, entry, config._obj.smem_bytes))
+        return 0
+
+    def __getattr__(self, name):
+        return lambda *arguments: 0  # success: no stream is being captured
+
+
 @pytest.fixture(scope="module")
-def launches():
-    """The launches of calls on NumPy arrays, which pass for arrays on an H200."""
-    recorded: list[Step] = []
+def gpu():
+    """Calls on NumPy arrays, which pass for arrays on an H200.
 
-    def on_gpu(a: np.ndarray) -> ArrayView:
-        return exchange._view_numpy(a)._replace(device=Device("cuda", 0))
-
-    def function(step: Step, device: int, stream: int) -> int:
-        recorded.append(step)
-        return 1
+    They are made in a thread of their own, with which all that it kept of this driver goes.
+    """
+    thread = ThreadPoolExecutor(1)
+    gpu = FakeDriver(thread)
 
     def empty(framework, device, shape, dtype):
         return aligned_empty(shape, np.dtype(_DTYPES.get(dtype, dtype)))
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(exchange._viewers, np.ndarray, on_gpu)
+        patch.setattr(exchange, "CPU", Device("cuda", 0))
         patch.setattr(launch_device, "on_device", lambda ordinal: nullcontext())
         patch.setattr(launch_device, "info", lambda ordinal: H200)
         patch.setattr(memory, "empty", empty)
         patch.setattr(memory, "current_stream", lambda v: 0)
-        patch.setattr(launch_run, "function", function)
-        patch.setattr(driver, "launch", lambda *a, **k: 0)
-        patch.setattr(driver, "is_capturing", lambda stream: False)
-        yield recorded
+        patch.setattr(store, "get", lambda kernel: kernel)
+        patch.setattr(module, "_load_module", gpu.load)
+        patch.setattr(module, "_functions", {})
+        patch.setattr(module, "_modules", {})
+        patch.setattr(driver, "library", lambda: gpu)
+        yield gpu
+        thread.shutdown()
 
 
 def aligned_empty(shape, dtype, offset: int = 0) -> np.ndarray:
@@ -114,17 +148,16 @@ def experts_calls(d: st.DrawFn) -> tuple[Layer, dict]:
 
 @given(experts_calls())
 @settings(max_examples=150, deadline=None)
-def test_no_call_of_the_layer_leaves_the_enumerated_kernels(launches, layer_and_call):
+def test_no_call_of_the_layer_leaves_the_enumerated_kernels(gpu, layer_and_call):
     layer, call = layer_and_call
-    launches.clear()
-    cumoe.fused_experts_fp8(**call)
-    assert launches
-    assert keys(launches) <= reachable(layer)
+    launched = gpu.launched_by(cumoe.fused_experts_fp8, **call)
+    assert launched
+    assert launched <= reachable(layer)
 
 
 @given(experts_calls())
 @settings(max_examples=150, deadline=None)
-def test_a_serving_engines_calls_stay_in_the_default_set(launches, layer_and_call):
+def test_a_serving_engines_calls_stay_in_the_default_set(gpu, layer_and_call):
     layer, call = layer_and_call
     M, K = call["x"].shape
     call |= {
@@ -134,16 +167,15 @@ def test_a_serving_engines_calls_stay_in_the_default_set(launches, layer_and_cal
         "apply_router_weight_on_input": False,
         "out": None,
     }
-    launches.clear()
-    cumoe.fused_experts_fp8(**call)
     layer = layer._replace(scale_formats=(call["scale_format"],))
-    assert keys(launches) <= keys(serving_steps(H200, layer))
+    launched = gpu.launched_by(cumoe.fused_experts_fp8, **call)
+    assert launched <= keys(serving_steps(H200, layer))
     assert keys(serving_steps(H200, layer)) < reachable(layer)
 
 
 @given(st.data())
 @settings(max_examples=100, deadline=None)
-def test_no_call_of_a_single_op_leaves_the_enumerated_kernels(launches, data):
+def test_no_call_of_a_single_op_leaves_the_enumerated_kernels(gpu, data):
     d = data.draw
     layer = Layer(K=256, N=384, num_experts=12, num_local_experts=6, topk=2)
     rows, offset = d(st.integers(1, 3000)), d(st.integers(0, 1))
@@ -155,17 +187,19 @@ def test_no_call_of_a_single_op_leaves_the_enumerated_kernels(launches, data):
     ids_type = np.dtype(d(st.sampled_from(["int32", "int64"])))
     map_ = d(st.sampled_from([None, aligned_empty((12,), np.dtype(np.int32))]))
     ids = d(st.sampled_from([None, aligned_empty((rows, 1), ids_type)]))
-    launches.clear()
-    cumoe.per_token_group_quant_fp8(aligned_empty((rows, columns), x_type, offset), **named)
-    cumoe.silu_and_mul_quant_fp8(
+    x = aligned_empty((rows, columns), x_type, offset)
+    quantized = gpu.launched_by(cumoe.per_token_group_quant_fp8, x, **named)
+    activated = gpu.launched_by(
+        cumoe.silu_and_mul_quant_fp8,
         aligned_empty((rows, 2 * layer.N), BF16, offset),
         limit=d(st.sampled_from([None, 7.0, 0.1])), alpha=d(st.sampled_from([1.0, 1.7])),
         topk_ids=ids, expert_map=None if ids is None else map_, **named,
     )  # fmt: skip
     block = d(st.sampled_from([1, 16, 64]))
-    cumoe.moe_align_block_size(aligned_empty((rows, 2), ids_type), block, 12, map_)
-    assert len({s.kernel.stem for s in launches}) == 3
-    assert keys(launches) <= reachable(layer)
+    pairs = aligned_empty((rows, 2), ids_type)
+    sorted_ = gpu.launched_by(cumoe.moe_align_block_size, pairs, block, 12, map_)
+    assert (len(quantized), len(activated), len(sorted_)) == (1, 1, 3)
+    assert quantized | activated | sorted_ <= reachable(layer)
 
 
 @settings(deadline=None)
