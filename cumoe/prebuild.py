@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Unpack
 
 from cumoe._settings import settings
-from cumoe.errors import ArgumentError, CacheWarning
+from cumoe.errors import ArgumentError, CacheWarning, CompileError
 from cumoe.models import Selection, selected_layers
 from cumoe.plan.spec import KernelSpec, parse_spec
 
@@ -163,20 +163,28 @@ def _build_all(specs: Sequence[KernelSpec], jobs: int) -> Iterator[BuiltKernel]:
 
 
 def _build(spec: KernelSpec) -> BuiltKernel:
+    start = time.perf_counter()
+    state, size, log = _find_or_compile(spec)
+    return BuiltKernel(spec.text, state, size, time.perf_counter() - start, log)
+
+
+def _find_or_compile(spec: KernelSpec) -> tuple[str, int, str]:
+    """State, size and log."""
     from cumoe.store import store
 
-    start = time.perf_counter()
-    cubin, state, log = store.lookup(spec), "cached", ""
+    try:
+        cubin, state = store.lookup(spec), "cached"
+    except CompileError as error:  # there is no such source file
+        return "failed", 0, str(error)
     if cubin is None:
-        state = "built"
-        report = store.build([spec], jobs=1)
-        cubin = next(iter(report.cubins), None)
-        log = "".join(str(error) for _, error in report.failures)
-    if cubin is not None and cubin.path is None:
+        report, state = store.build([spec], jobs=1), "built"
+        if report.failures:
+            return "failed", 0, str(report.failures[0][1])
+        (cubin,) = report.cubins
+    if cubin.path is None:
         log = (
             f"{spec.text}: compiled, but {settings().cache_dir} cannot be written; name a "
             f"writable folder in CUMOE_CACHE_DIR"
         )
-    size = 0 if cubin is None else len(cubin.data)
-    state = "failed" if log else state
-    return BuiltKernel(spec.text, state, size, time.perf_counter() - start, log)
+        return "failed", len(cubin.data), log
+    return state, len(cubin.data), ""

@@ -67,6 +67,13 @@ def test_a_failure_stops_no_other_and_carries_the_log(kernels, cache):
     assert len(cubins(cache)) == 2
 
 
+def test_a_kernel_that_does_not_exist_is_a_failure_too(kernels, cache):
+    report = cumoe.prebuild(kernel=["nonsense-sm_90a-A=1", TINY[0]])
+    assert counts(report) == (1, 0, 1)
+    (failed,) = (k for k in report.kernels if k.state == "failed")
+    assert "cannot read nonsense.cu" in failed.log
+
+
 def test_a_kernel_that_cannot_be_saved_is_a_failure(kernels, cache):
     cache.write_text("a file where the folder should be")
     report = cumoe.prebuild(kernel=TINY)
