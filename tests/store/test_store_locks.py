@@ -190,6 +190,8 @@ from tests.helpers.child import at_barrier, report
 assert locks.hold(Path(sys.argv[1]))
 """
 FORKED = """
+import warnings
+warnings.simplefilter("ignore", DeprecationWarning)  # libraries may have idle threads
 pid = os.fork()
 if pid:
     report(child=pid)

@@ -72,7 +72,7 @@ def test_64_processes_compile_each_kernel_once(kernels: Path, cache: Path) -> No
 def test_64_processes_without_locks_agree(kernels: Path, cache: Path) -> None:
     racers = _race(kernels, cache, with_locks=False)
     assert all(r["compiled"] + r["disk_hits"] == 3 for r in racers)
-    assert sum(r["compiled"] for r in racers) > 64  # else the race did not happen
+    assert sum(r["compiled"] for r in racers) >= 64  # else the race did not happen
     assert sum(r["damaged"] for r in racers) == 0
     _check_cache(cache, racers)
 
