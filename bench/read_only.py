@@ -14,17 +14,18 @@ def reader(inputs: Iterable[Iterable[Any]]) -> Callable[[int], None]:
     """``call(i)`` reads all tensors of the i-th input, up to a remainder below CHUNK_BYTES each."""
     import torch
 
+    from cumoe.launch import driver
+
     function, grid = _load()
+    launcher = driver.Launcher(function, 256, 0, "PPq")
     lists = [torch.tensor(_chunks(tensors), device="cuda") for tensors in inputs]
     sink = torch.zeros(1, dtype=torch.int32, device="cuda")
 
     def call(i: int) -> None:
-        from cumoe.launch import driver
-        from cumoe.launch.run import packer
-
-        stream = torch.cuda.current_stream().cuda_stream
-        arguments = packer("PPq").pack(lists[i].data_ptr(), sink.data_ptr(), lists[i].numel())
-        driver.check(driver.launch(function, grid, 256, 0, stream, arguments), "read_only")
+        arguments = lists[i].data_ptr(), sink.data_ptr(), lists[i].numel()
+        driver.check(
+            launcher(grid, torch.cuda.current_stream().cuda_stream, arguments), "read_only"
+        )
 
     return call
 

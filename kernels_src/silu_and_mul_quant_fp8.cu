@@ -6,14 +6,16 @@
 // Row r is one (token, slot) pair. With IDS only the rows of experts on this rank are computed; the
 // others keep the bytes they had. Two strategies give the same bytes:
 //
-//   a warp a group, all at once: the shortest way through a small call
-//   PERSISTENT: 16 lanes a group, CTAs walk chunks of rows, of which they first find the valid ones
+//   all groups at once, the shortest way through a small call
+//   PERSISTENT: CTAs walk chunks of rows, of which they first list the valid ones
 #include "common/group_quant.cuh"
 #include "common/routing.cuh"
 #include "common/swiglu.cuh"
 #include "common/vec.cuh"
+#include "ptx/pdl.cuh"
 
 static_assert(H > 0 && H % GROUP == 0, "H is a positive multiple of the group size");
+static_assert(THREADS % 32 == 0 && 32 % LANES == 0, "whole warps, whole groups");
 static_assert(!PACKED || UE8M0, "only power-of-two scales fit into exponent bytes");
 static_assert(!MAP || IDS, "an expert map needs ids to map");
 static_assert(CLAMP >= NO_CLAMP && CLAMP <= FP32_CLAMP, "how the clamp is compiled");
@@ -39,60 +41,81 @@ DEVICE bool is_valid(const Arguments& a, i64 row) {
                                   a.num_local_experts) >= 0;
 }
 
-// One group by the LANES lanes of a warp that call it together; padding gets the scale 0.
-template <int LANES>
+// One group by the LANES lanes that call it together; padding gets the scale 0.
 DEVICE void compute_group(const Arguments& a, i64 row, int group) {
-    constexpr int VALUES = GROUP / LANES;
-    const int lane = threadIdx.x % LANES;
+    typedef Lane<LANES> L;
     float s = 0.0f;
     if (row < a.R && group < GROUPS) {
-        const int column = group * GROUP + lane * VALUES;
-        const i64 offset = row * a.gate_up_row_stride + column;
-        u32 gate[VALUES / 2], up[VALUES / 2], y[VALUES / 2], codes[VALUES / 4];
-        load_bf16x2<ALIGNED>(a.gate_up, offset, gate);
-        load_bf16x2<ALIGNED>(a.gate_up, offset + H, up);
-        swiglu_lane<CLAMP, SCALED>(gate, up, a.swiglu, y);
-        s = group_scale<UE8M0>(group_amax<LANES>(amax_bf16x2(y)));
-        float v[VALUES];
+        const u16* gate_row = a.gate_up + row * a.gate_up_row_stride + group * GROUP;
+        u32 gate[L::RUNS][L::RUN / 2], up[L::RUNS][L::RUN / 2], y[L::RUNS][L::RUN / 2];
 #pragma unroll
-        for (int i = 0; i < VALUES / 2; i++) v[2 * i] = low_f32(y[i]), v[2 * i + 1] = high_f32(y[i]);
-        quantize_lane<UE8M0, true>(v, s, codes);
-        store_codes<ALIGNED>(a.q + row * H + column, codes);
+        for (int r = 0; r < L::RUNS; r++) {
+            load_bf16x2<ALIGNED>(gate_row, L::column(r), gate[r]);
+            load_bf16x2<ALIGNED>(gate_row, H + L::column(r), up[r]);
+        }
+        float amax = 0.0f;
+#pragma unroll
+        for (int r = 0; r < L::RUNS; r++) {
+            swiglu_lane<CLAMP, SCALED>(gate[r], up[r], a.swiglu, y[r]);
+            amax = fmaxf(amax, amax_bf16x2(y[r]));
+        }
+        s = group_scale<UE8M0, true>(group_amax<LANES>(amax));
+        const Divider<UE8M0, true> divide(s);
+        u8* q = a.q + row * H + group * GROUP;
+#pragma unroll
+        for (int r = 0; r < L::RUNS; r++) {
+            u32 codes[L::RUN / 4];
+#pragma unroll
+            for (int i = 0; i < L::RUN / 4; i++) {
+                codes[i] = e4m3x4(divide(low_f32(y[r][2 * i])), divide(high_f32(y[r][2 * i])),
+                                  divide(low_f32(y[r][2 * i + 1])), divide(high_f32(y[r][2 * i + 1])));
+            }
+            store_codes<ALIGNED>(q + L::column(r), codes);
+        }
     }
-    if (lane == 0)
+    if (L::index() == 0)
         store_scale<PACKED>(a.scale, row, group, a.scale_row_stride, a.scale_group_stride, s);
 }
 
-// The shortest way through a small call: a warp a group, all of them at once.
+// The shortest way through a small call.
 DEVICE void compute_at_once(const Arguments& a) {
-    const i64 item = (i64(blockIdx.x) * blockDim.x + threadIdx.x) / 32;
-    const i64 row = item / GROUPS_PADDED;
-    if (row < a.R_padded && is_valid(a, row)) compute_group<32>(a, row, int(item % GROUPS_PADDED));
+    const u32 item = (blockIdx.x * THREADS + threadIdx.x) / LANES;
+    const u32 row = item / GROUPS_PADDED;
+    if (row < a.R_padded && is_valid(a, row)) compute_group(a, row, item % GROUPS_PADDED);
 }
 
-// CTAs walk chunks of up to 32 rows. Each warp finds the valid rows of a chunk by one ballot; the
-// half-warps of the CTA then share the groups of these rows evenly.
+// CTAs walk chunks of up to 32 rows: each warp lists the valid rows of the chunk, and teams of
+// LANES lanes share their groups evenly over the CTA.
 DEVICE void compute_by_chunks(const Arguments& a, i64 chunk_rows) {
-    const int half_warps = blockDim.x / 16, half_warp = threadIdx.x / 16;
+    constexpr int TEAMS = THREADS / LANES;
+    __shared__ u8 lists[THREADS / 32][32];
+    u8* list = lists[threadIdx.x / 32];
+    const int lane = threadIdx.x % 32;
     for (i64 first = blockIdx.x * chunk_rows; first < a.R_padded; first += gridDim.x * chunk_rows) {
-        const i64 mine = first + threadIdx.x % 32;
-        const bool counts = threadIdx.x % 32 < chunk_rows && mine < a.R_padded && is_valid(a, mine);
-        u32 valid = __ballot_sync(0xFFFFFFFFu, counts);
-        const int items = __popc(valid) * GROUPS_PADDED;
-        for (int item = half_warp, passed = 0; item < items; item += half_warps) {
-            for (; passed < item / GROUPS_PADDED; passed++) valid &= valid - 1;
-            compute_group<16>(a, first + __ffs(valid) - 1, item % GROUPS_PADDED);
+        int rows = int(min(chunk_rows, a.R_padded - first));
+        if constexpr (IDS != NO_IDS) {
+            const bool counts = lane < rows && is_valid(a, first + lane);
+            const u32 valid = __ballot_sync(0xFFFFFFFFu, counts);
+            if (counts) list[__popc(valid & ((1u << lane) - 1))] = u8(lane);
+            rows = __popc(valid);
+            __syncwarp();
         }
+        for (u32 item = threadIdx.x / LANES; item < rows * GROUPS_PADDED; item += TEAMS) {
+            const u32 row = item / GROUPS_PADDED;
+            compute_group(a, first + (IDS == NO_IDS ? row : list[row]), item % GROUPS_PADDED);
+        }
+        if (IDS != NO_IDS) __syncwarp();  // the list is read before it is made anew
     }
 }
 
+// No __restrict__: a load marked as invariant could be moved above the wait for the predecessor.
 extern "C" __global__ void __launch_bounds__(THREADS, PERSISTENT ? CTAS_PER_SM : 1) silu_and_mul_quant_fp8(
-    const u16* __restrict__ gate_up,       // [R, 2H] bf16, rows gate_up_row_stride apart
+    const u16* gate_up,       // [R, 2H] bf16, rows gate_up_row_stride apart
     i64 gate_up_row_stride,                // elements
-    const void* __restrict__ topk_ids,     // [R] IDS type, or unused
-    const i32* __restrict__ expert_map,    // [num_experts] or unused
-    u8* __restrict__ q,                    // [R, H] e4m3
-    void* __restrict__ scale,              // [R_padded, GROUPS_PADDED] fp32 or exponent bytes
+    const void* topk_ids,     // [R] IDS type, or unused
+    const i32* expert_map,    // [num_experts] or unused
+    u8* q,                    // [R, H] e4m3
+    void* scale,              // [R_padded, GROUPS_PADDED] fp32 or exponent bytes
     i64 scale_row_stride,                  // elements
     i64 scale_group_stride,                // elements
     i64 R,
@@ -106,6 +129,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, PERSISTENT ? CTAS_PER_SM :
     const Arguments a{gate_up, gate_up_row_stride, topk_ids, expert_map, q, scale, scale_row_stride,
                       scale_group_stride, R, R_padded, num_experts, num_local_experts,
                       Swiglu{limit, alpha, beta}};
+    release_successor();
+    wait_for_predecessor();
     if constexpr (PERSISTENT) {
         compute_by_chunks(a, chunk_rows);
     } else {

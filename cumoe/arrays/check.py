@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from cumoe.arrays.view import ArrayView, Device
+from cumoe.arrays.view import ArrayView, Device, Facts
 from cumoe.errors import ArgumentError, DeviceMismatchError, DTypeError
 
 # Bytes stand for the narrow types in frameworks that lack them.
 _ALIASES = {"e4m3": "uint8", "bf16": "uint16"}
 
 
-def require_dtype(v: ArrayView, name: str, *wanted: str) -> str:
+def require_dtype(v: Facts, name: str, *wanted: str) -> str:
     """The one of ``wanted`` that the array holds; raw bytes count as the narrow type."""
     for dtype in wanted:
         if v.dtype == dtype or v.dtype == _ALIASES.get(dtype):
@@ -22,7 +22,7 @@ def require_dtype(v: ArrayView, name: str, *wanted: str) -> str:
     )
 
 
-def require_shape(v: ArrayView, name: str, *shape: int | None, means: str = "") -> None:
+def require_shape(v: Facts, name: str, *shape: int | None, means: str = "") -> None:
     """The array has this shape; None matches any length."""
     fits = len(v.shape) == len(shape) and all(
         w is None or w == n for w, n in zip(shape, v.shape, strict=True)
@@ -33,7 +33,7 @@ def require_shape(v: ArrayView, name: str, *shape: int | None, means: str = "") 
         raise ArgumentError(f"{name}: want shape [{wanted}]{note}, got {list(v.shape)}")
 
 
-def require_ndim(v: ArrayView, name: str, ndim: int, means: str) -> None:
+def require_ndim(v: Facts, name: str, ndim: int, means: str) -> None:
     """The array has ``ndim`` dimensions."""
     if len(v.shape) != ndim:
         raise ArgumentError(
@@ -47,7 +47,7 @@ def require_multiple(size: int, name: str, what: str, of: int, remedy: str) -> N
         raise ArgumentError(f"{name}: {what} must be a multiple of {of}, got {size}; {remedy}")
 
 
-def require_contiguous(v: ArrayView, name: str) -> None:
+def require_contiguous(v: Facts, name: str) -> None:
     """The array lies in row-major order without gaps."""
     if not v.is_contiguous:
         raise ArgumentError(
@@ -63,9 +63,9 @@ def require_choice(value: object, name: str, choices: Iterable[object]) -> None:
         raise ArgumentError(f"{name}: want one of {choices}, got {value!r}")
 
 
-def require_same_device(views: Iterable[tuple[str, ArrayView | None]]) -> Device:
+def require_same_device(arrays: Iterable[tuple[str, Facts | None]]) -> Device:
     """All arrays lie on one device, which is returned."""
-    present = [(name, v) for name, v in views if v is not None]
+    present = [(name, v) for name, v in arrays if v is not None]
     first_name, first = present[0]
     for name, v in present[1:]:
         if v.device != first.device:
@@ -76,10 +76,18 @@ def require_same_device(views: Iterable[tuple[str, ArrayView | None]]) -> Device
     return first.device
 
 
-def require_no_overlap(out: ArrayView, name: str, inputs: Iterable[tuple[str, ArrayView]]) -> None:
-    """An output shares no byte with an input."""
-    low, high = out.extent
+def require_no_overlap(
+    out: ArrayView | None, name: str, inputs: Iterable[tuple[str, ArrayView | None]]
+) -> None:
+    """An output, where there is one, shares no byte with an input."""
+    if out is None:
+        return
+    start, facts, _ = out
+    low, high = facts.extent
     for other_name, other in inputs:
-        other_low, other_high = other.extent
-        if low < other_high and other_low < high:
+        if other is None:
+            continue
+        other_start, other_facts, _ = other
+        other_low, other_high = other_facts.extent
+        if start + low < other_start + other_high and other_start + other_low < start + high:
             raise ArgumentError(f"{name}: must not overlap {other_name}; pass a buffer of its own")

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from functools import cache
+from functools import lru_cache
 from typing import Any
 
 import ml_dtypes
 import numpy as np
 
-from cumoe.arrays.view import CPU, ArrayView, Device
+from cumoe.arrays.view import CPU, ArrayView, Device, Facts, facts
 from cumoe.errors import DTypeError, UnsupportedDeviceError
 
 _NAMES = {"float8_e4m3fn": "e4m3", "bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
@@ -28,10 +28,10 @@ _viewers: dict[type, Callable[[Any], ArrayView]] = {}
 
 def view(array: Any, name: str) -> ArrayView:
     """The facts of ``array``; ``name`` is the argument's name for the error message."""
-    kind = type(array)
-    viewer = _viewers.get(kind)
-    if viewer is None:
-        viewer = _viewers[kind] = _find_viewer(array, name)
+    try:
+        viewer = _viewers[type(array)]
+    except KeyError:
+        viewer = _viewers[type(array)] = _find_viewer(array, name)
     return viewer(array)
 
 
@@ -65,40 +65,35 @@ def _strides(a: Any) -> tuple[int, ...]:
 
 def _view_numpy(a: Any) -> ArrayView:
     name = a.dtype.name
-    return ArrayView(a.ctypes.data, a.shape, _strides(a), _NAMES.get(name, name), CPU, "numpy", a)
+    made = facts(a.shape, _strides(a), _NAMES.get(name, name), CPU, "numpy")
+    return ArrayView(a.ctypes.data, made, a)
 
 
 def _view_cupy(a: Any) -> ArrayView:
     name = a.dtype.name
     device = Device("cuda", a.device.id)
-    return ArrayView(a.data.ptr, a.shape, _strides(a), _NAMES.get(name, name), device, "cupy", a)
+    made = facts(a.shape, _strides(a), _NAMES.get(name, name), device, "cupy")
+    return ArrayView(a.data.ptr, made, a)
 
 
-@cache
-def _torch_dtype_name(dtype: Any) -> str:
-    name = str(dtype).removeprefix("torch.")
-    return _NAMES.get(name, name)
+_new_view: Callable[..., ArrayView] = tuple.__new__
+"""Half the time of calling the NamedTuple: a call on the GPU views three to ten arrays."""
 
 
-@cache
-def _torch_device(device: Any) -> Device:
+def _view_torch(a: Any) -> ArrayView:
+    made = _torch_facts(a.shape, a.stride(), a.dtype, a.device)
+    return _new_view(ArrayView, (a.data_ptr(), made, a))
+
+
+@lru_cache(1 << 16)
+def _torch_facts(shape: Any, strides: tuple[int, ...], dtype: Any, device: Any) -> Facts:
     if device.type not in ("cpu", "cuda"):
         raise UnsupportedDeviceError(
             f"want a tensor on cpu or cuda, got one on {device}; move it with .to('cuda')"
         )
-    return CPU if device.type == "cpu" else Device("cuda", device.index)
-
-
-def _view_torch(a: Any) -> ArrayView:
-    return ArrayView(
-        a.data_ptr(),
-        tuple(a.shape),
-        a.stride(),
-        _torch_dtype_name(a.dtype),
-        _torch_device(a.device),
-        "torch",
-        a,
-    )
+    name = str(dtype).removeprefix("torch.")
+    where = CPU if device.type == "cpu" else Device("cuda", device.index)
+    return facts(tuple(shape), strides, _NAMES.get(name, name), where, "torch")
 
 
 def to_numpy(v: ArrayView) -> np.ndarray[Any, Any]:
@@ -107,10 +102,10 @@ def to_numpy(v: ArrayView) -> np.ndarray[Any, Any]:
         return v.owner  # type: ignore[no-any-return]
     import torch
 
-    bits = {"e4m3": torch.uint8, "bf16": torch.int16}.get(v.dtype)
+    bits = {"e4m3": torch.uint8, "bf16": torch.int16}.get(v.facts.dtype)
     plain = v.owner.detach() if bits is None else v.owner.detach().view(bits)
     out: np.ndarray[Any, Any] = plain.numpy()
-    return out.view(_NUMPY[v.dtype]) if v.dtype in _NUMPY else out
+    return out.view(_NUMPY[v.facts.dtype]) if v.facts.dtype in _NUMPY else out
 
 
 def from_numpy(a: np.ndarray[Any, Any], framework: str) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 
@@ -22,10 +23,11 @@ ITEM_BYTES = {
 }  # fmt: skip
 
 
-class ArrayView(NamedTuple):
-    """Facts about one array. ``owner`` keeps the memory alive."""
+class Facts:
+    """What an array is, without where it lies. Made by `facts`, so equal facts are one object."""
 
-    ptr: int
+    __slots__ = ("device", "dtype", "extent", "framework", "is_contiguous", "shape", "strides")
+
     shape: tuple[int, ...]
     strides: tuple[int, ...]
     """In elements."""
@@ -34,26 +36,55 @@ class ArrayView(NamedTuple):
     device: Device
     framework: str
     """``numpy``, ``torch`` or ``cupy``."""
+    extent: tuple[int, int]
+    """First byte and one past the last byte that the array covers, from its pointer."""
+    is_contiguous: bool
+    """Whether the elements lie without gaps in row-major order."""
+
+
+@lru_cache(1 << 16)
+def facts(
+    shape: tuple[int, ...], strides: tuple[int, ...], dtype: str, device: Device, framework: str
+) -> Facts:
+    """The Facts object of an array: always the same one, so that it is a key that costs nothing."""
+    made = Facts()
+    made.shape, made.strides, made.dtype = shape, strides, dtype
+    made.device, made.framework = device, framework
+    made.extent = _extent(shape, strides, ITEM_BYTES.get(dtype, 1))
+    made.is_contiguous = _is_contiguous(shape, strides)
+    return made
+
+
+def _extent(shape: tuple[int, ...], strides: tuple[int, ...], item_bytes: int) -> tuple[int, int]:
+    if 0 in shape:
+        return 0, 0
+    steps = [(n - 1) * s for n, s in zip(shape, strides, strict=True)]
+    low, high = sum(s for s in steps if s < 0), sum(s for s in steps if s > 0)
+    return low * item_bytes, (high + 1) * item_bytes
+
+
+def _is_contiguous(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
+    expected = 1
+    for size, stride in zip(reversed(shape), reversed(strides), strict=True):
+        if size != 1 and stride != expected and 0 not in shape:
+            return False
+        expected *= size
+    return True
+
+
+class ArrayView(NamedTuple):
+    """One array: where it lies and what it is. ``owner`` keeps the memory alive."""
+
+    ptr: int
+    facts: Facts
     owner: Any
 
     @property
-    def is_contiguous(self) -> bool:
-        """Whether the elements lie without gaps in row-major order."""
-        if 0 in self.shape:
-            return True
-        expected = 1
-        for size, stride in zip(reversed(self.shape), reversed(self.strides), strict=True):
-            if size != 1 and stride != expected:
-                return False
-            expected *= size
-        return True
+    def device(self) -> Device:
+        """Where it lies."""
+        return self.facts.device
 
     @property
-    def extent(self) -> tuple[int, int]:
-        """First byte and one past the last byte that the array covers."""
-        if 0 in self.shape:
-            return self.ptr, self.ptr
-        item = ITEM_BYTES.get(self.dtype, 1)
-        steps = [(n - 1) * s for n, s in zip(self.shape, self.strides, strict=True)]
-        low, high = sum(s for s in steps if s < 0), sum(s for s in steps if s > 0)
-        return self.ptr + low * item, self.ptr + (high + 1) * item
+    def framework(self) -> str:
+        """Whose array it is."""
+        return self.facts.framework

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from functools import cache
 from types import TracebackType
 from typing import Any
@@ -85,6 +86,15 @@ def info(ordinal: int) -> DeviceInfo:
     )
 
 
+class _Thread(threading.local):
+    """Whether this thread has made a device current, which gives it that device's context."""
+
+    has_context = False
+
+
+_thread = _Thread()
+
+
 class on_device:
     """Makes a device current for a block, and the caller's device current again after it.
 
@@ -99,7 +109,9 @@ class on_device:
     def __enter__(self) -> None:
         runtime = cupy().cuda.runtime
         self.previous = runtime.getDevice()
-        runtime.setDevice(self.ordinal)
+        if self.previous != self.ordinal or not _thread.has_context:
+            runtime.setDevice(self.ordinal)
+            _thread.has_context = True
 
     def __exit__(
         self,

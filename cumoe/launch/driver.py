@@ -9,6 +9,7 @@ import ctypes
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
+from struct import Struct
 
 from cumoe.errors import CumoeError, UnsupportedDeviceError
 
@@ -18,9 +19,8 @@ MAX_DYNAMIC_SHARED_SIZE_BYTES = 8
 CAPTURE_MODE_RELAXED = 2
 """CU_STREAM_CAPTURE_MODE_RELAXED"""
 
-_END = ctypes.c_void_p(0)
-_BUFFER_POINTER = ctypes.c_void_p(1)
-_BUFFER_SIZE = ctypes.c_void_p(2)
+_BUFFER_POINTER, _BUFFER_SIZE = 1, 2
+"""CU_LAUNCH_PARAM_BUFFER_POINTER and _SIZE"""
 _Extra = ctypes.c_void_p * 5
 
 
@@ -96,20 +96,59 @@ def relaxed_capture() -> Iterator[None]:
         check(library().cuThreadExchangeStreamCaptureMode(ctypes.byref(mode)), "capture mode")
 
 
-def launch(
-    function: int, grid: int, block: int, smem_bytes: int, stream: int, arguments: bytes
-) -> int:
-    """Launches; the driver copies the arguments. Returns its answer."""
-    config = LaunchConfig(grid, 1, 1, block, 1, 1, smem_bytes, stream, None, 0)
-    size = ctypes.c_size_t(len(arguments))
-    extra = _Extra(
-        _BUFFER_POINTER.value,
-        ctypes.cast(ctypes.c_char_p(arguments), ctypes.c_void_p).value,
-        _BUFFER_SIZE.value,
-        ctypes.addressof(size),
-        _END.value,
+class LaunchAttribute(ctypes.Structure):
+    """CUlaunchAttribute, with the first word of its 64-byte value."""
+
+    _fields_ = (
+        ("id", ctypes.c_int),
+        ("pad", ctypes.c_char * 4),
+        ("value", ctypes.c_int),
+        ("rest", ctypes.c_char * 60),
     )
-    code: int = library().cuLaunchKernelEx(
-        ctypes.byref(config), ctypes.c_void_p(function), None, extra
-    )
-    return code
+
+
+PROGRAMMATIC_STREAM_SERIALIZATION = 6
+_OVERLAP = LaunchAttribute(PROGRAMMATIC_STREAM_SERIALIZATION, b"", 1, b"")
+
+
+class Launcher:
+    """Launches one function again and again. The driver copies the arguments; one thread at a time.
+
+    The structures that the driver reads are made once: a call only fills them in.
+    """
+
+    __slots__ = ("_buffer", "_call", "_config", "_extra", "_pack_into", "_parameters", "_size")
+
+    def __init__(
+        self, function: int, block: int, smem_bytes: int, abi: str, *, overlap: bool = False
+    ) -> None:
+        layout = Struct("@" + abi)  # native mode aligns fields as the kernel's parameters are
+        self._pack_into = layout.pack_into
+        self._buffer = ctypes.create_string_buffer(layout.size)
+        self._size = ctypes.c_size_t(layout.size)
+        self._config = LaunchConfig(1, 1, 1, block, 1, 1, smem_bytes, None, None, 0)
+        if overlap:
+            self._config.attributes = ctypes.addressof(_OVERLAP)
+            self._config.num_attributes = 1
+        self._extra = _Extra(
+            _BUFFER_POINTER,
+            ctypes.addressof(self._buffer),
+            _BUFFER_SIZE,
+            ctypes.addressof(self._size),
+            None,
+        )
+        self._parameters = (
+            ctypes.byref(self._config),
+            ctypes.c_void_p(function),
+            None,
+            self._extra,
+        )
+        self._call = library().cuLaunchKernelEx
+
+    def __call__(self, grid: int, stream: int, arguments: tuple[float, ...]) -> int:
+        """Launches; returns the driver's answer."""
+        self._pack_into(self._buffer, 0, *arguments)
+        self._config.grid_x = grid
+        self._config.stream = stream
+        code: int = self._call(*self._parameters)
+        return code

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from cumoe.arrays.exchange import from_numpy, to_numpy
 from cumoe.arrays.view import ArrayView, Device
 from cumoe.errors import UnsupportedDeviceError
 from cumoe.launch.device import cupy, device_count, on_device
@@ -25,12 +26,17 @@ def empty(framework: str, device: Device, shape: tuple[int, ...], dtype: str) ->
 
 
 def _torch_empty(shape: tuple[int, ...], dtype: str, ordinal: int) -> Any:
+    make, options = _torch_maker(dtype, ordinal)
+    return make(shape, **options)
+
+
+@cache
+def _torch_maker(dtype: str, ordinal: int) -> tuple[Callable[..., Any], dict[str, Any]]:
     import torch
 
     names = {"e4m3": "float8_e4m3fn", "bf16": "bfloat16", "fp32": "float32"}
-    return torch.empty(
-        shape, dtype=getattr(torch, names.get(dtype, dtype)), device=f"cuda:{ordinal}"
-    )
+    chosen = getattr(torch, names.get(dtype, dtype))
+    return torch.empty, {"dtype": chosen, "device": torch.device("cuda", ordinal)}
 
 
 def current_stream(v: ArrayView) -> int:
@@ -66,20 +72,49 @@ def to_host(a: Any) -> np.ndarray[Any, Any]:
     return host
 
 
+def host_copy(v: ArrayView) -> np.ndarray[Any, Any]:
+    """The elements of any array on the host; e4m3 and bf16 as bytes where they come from a GPU."""
+    if v.framework == "cupy":
+        return to_host(v.owner)
+    if v.device.kind == "cpu":
+        return to_numpy(v)
+    import torch
+
+    bits = {"e4m3": torch.uint8, "bf16": torch.int16}.get(v.facts.dtype, v.owner.dtype)
+    host: np.ndarray[Any, Any] = v.owner.detach().view(bits).cpu().numpy()
+    return host
+
+
+def from_host(a: np.ndarray[Any, Any], framework: str, device: Device) -> Any:
+    """A host array in a framework, on a device; NumPy and CPU arrays are not copied."""
+    if framework == "cupy":
+        return to_device(a, device.ordinal)
+    made = from_numpy(a, framework)
+    return made.to(f"cuda:{device.ordinal}") if device.kind == "cuda" else made
+
+
 def embed(
-    v: ArrayView, shape: tuple[int, int, int], moves: list[tuple[slice, slice, slice]]
+    v: ArrayView,
+    framework: str,
+    shape: tuple[int, int, int],
+    moves: list[tuple[slice, slice, slice]],
 ) -> Any:
     """Zeros of ``shape`` with parts of ``v`` copied in: rows from, rows to, columns of each matrix.
 
-    CuPy arrays go by way of the host: a strided copy in CuPy would compile a kernel of its own.
+    torch does it where ``v`` lies. Other arrays go by way of the host: a strided copy in CuPy would
+    compile a kernel of its own.
     """
-    if v.framework == "torch":
+    if framework == v.framework == "torch":
         import torch
 
         out = torch.zeros(shape, dtype=v.owner.dtype, device=v.owner.device)
-    else:
-        out = np.zeros(shape, v.owner.dtype)
-    source = to_host(v.owner) if v.framework == "cupy" else v.owner
+        return _copy_parts(out, v.owner, moves)
+    source = host_copy(v)
+    out = _copy_parts(np.zeros(shape, source.dtype), source, moves)
+    return from_host(out, framework, v.device)
+
+
+def _copy_parts(out: Any, source: Any, moves: list[tuple[slice, slice, slice]]) -> Any:
     for rows_from, rows_to, columns in moves:
         out[:, rows_to, columns] = source[:, rows_from, columns]
-    return to_device(out, v.device.ordinal) if v.framework == "cupy" else out
+    return out

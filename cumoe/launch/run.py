@@ -2,27 +2,44 @@
 
 from __future__ import annotations
 
-from functools import cache
-from struct import Struct
+import threading
 
 from cumoe.launch import driver
 from cumoe.launch.module import function
-from cumoe.plan.spec import Step
+from cumoe.plan.spec import KernelSpec, Step
 
 
-@cache
-def packer(abi: str) -> Struct:
-    # Native mode aligns each field as the kernel's parameters are aligned.
-    return Struct("@" + abi)
+class _Launchers(threading.local):
+    """A thread's own launchers: the driver reads a launcher's memory while the thread waits."""
+
+    def __init__(self) -> None:
+        self.made: dict[tuple[KernelSpec, str, int], driver.Launcher] = {}
+
+
+_launchers = _Launchers()
 
 
 def run(step: Step, device: int, stream: int, *arguments: float) -> None:
     """Launches one step on the current device. An empty grid is no launch."""
-    launch = step.launch
+    kernel, entry, launch, _ = step
     if launch.grid == 0:
         return
-    pointer = function(step, device, stream)
-    packed = packer(step.abi).pack(*arguments)
-    code = driver.launch(pointer, launch.grid, launch.block, launch.smem_bytes, stream, packed)
+    launcher = _launchers.made.get((kernel, entry, device))
+    if launcher is None:
+        launcher = _make(step, device, stream)
+    code = launcher(launch.grid, stream, arguments)
     if code:
-        driver.check(code, f"launch of {step.entry} of {step.kernel.text}")
+        driver.check(code, f"launch of {entry} of {kernel.text}")
+
+
+def _make(step: Step, device: int, stream: int) -> driver.Launcher:
+    launch = step.launch
+    launcher = driver.Launcher(
+        function(step, device, stream),
+        launch.block,
+        launch.smem_bytes,
+        step.abi,
+        overlap=launch.overlap,
+    )
+    _launchers.made[step.kernel, step.entry, device] = launcher
+    return launcher

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 from cumoe.arrays.check import (
@@ -14,7 +15,7 @@ from cumoe.arrays.check import (
     require_shape,
 )
 from cumoe.arrays.exchange import optional_view, view
-from cumoe.arrays.view import ArrayView
+from cumoe.arrays.view import ArrayView, Facts
 from cumoe.errors import ArgumentError
 from cumoe.ops import _inputs
 from cumoe.ops.moe_align_block_size import require_topk_ids
@@ -24,9 +25,26 @@ from cumoe.plan.moe_gemm_fp8 import BLOCKS_M
 from cumoe.plan.scales import GROUP_SIZE
 from cumoe.plan.silu_and_mul_quant_fp8 import clamp_kind
 
+ARRAYS = (
+    "x", "w1", "w2", "topk_weights", "topk_ids", "w1_scale", "w2_scale", "expert_map",
+    "workspace", "out",
+)  # fmt: skip
+
+
+class Checked(NamedTuple):
+    """What the facts of a call's arrays and its scalars say."""
+
+    problem: Problem
+    x_row_stride: int
+    out_row_stride: int
+    limit: float | None
+    alpha: float
+    beta: float
+    factor: float
+
 
 class Inputs(NamedTuple):
-    """One call: its arrays, its scalars, and the problem that they pose."""
+    """One call: its arrays, and what was found out about them."""
 
     x: ArrayView
     w1: ArrayView
@@ -38,13 +56,7 @@ class Inputs(NamedTuple):
     expert_map: ArrayView | None
     workspace: ArrayView | None
     out: ArrayView | None
-    x_row_stride: int
-    out_row_stride: int
-    limit: float | None
-    alpha: float
-    beta: float
-    factor: float
-    problem: Problem
+    checked: Checked
 
 
 def checked_inputs(
@@ -69,48 +81,86 @@ def checked_inputs(
     out: Any,
 ) -> Inputs:
     """Views of all arrays, after every check that needs no value of theirs."""
-    require_choice(tuple(block_shape), "block_shape", [(GROUP_SIZE, GROUP_SIZE)])
+    arrays = (
+        view(x, "x"),
+        view(w1, "w1"),
+        view(w2, "w2"),
+        view(topk_weights, "topk_weights"),
+        view(topk_ids, "topk_ids"),
+        view(w1_scale, "w1_scale"),
+        view(w2_scale, "w2_scale"),
+        optional_view(expert_map, "expert_map"),
+        optional_view(workspace, "workspace"),
+        optional_view(out, "out"),
+    )
+    checked = _checked(
+        *(_inputs.facts_of(v) for v in arrays),
+        tuple(_inputs.start_of(v) for v in arrays),
+        block_shape=tuple(block_shape),
+        scale_format=scale_format,
+        swiglu_limit=swiglu_limit,
+        swiglu_alpha=swiglu_alpha,
+        swiglu_beta=swiglu_beta,
+        num_experts=num_experts,
+        apply_router_weight_on_input=apply_router_weight_on_input,
+        routed_scaling_factor=routed_scaling_factor,
+    )
+    inputs = Inputs(*arrays, checked)
+    _require_own_memory(inputs)
+    return inputs
+
+
+@lru_cache(4096)
+def _checked(
+    x: Facts,
+    w1: Facts,
+    w2: Facts,
+    topk_weights: Facts,
+    topk_ids: Facts,
+    w1_scale: Facts,
+    w2_scale: Facts,
+    expert_map: Facts | None,
+    workspace: Facts | None,
+    out: Facts | None,
+    starts: tuple[int, ...],
+    *,
+    block_shape: tuple[int, ...],
+    scale_format: str,
+    swiglu_limit: float | None,
+    swiglu_alpha: float,
+    swiglu_beta: float,
+    num_experts: int | None,
+    apply_router_weight_on_input: bool,
+    routed_scaling_factor: float,
+) -> Checked:
+    require_choice(block_shape, "block_shape", [(GROUP_SIZE, GROUP_SIZE)])
     _inputs.require_scale(scale_format)
     limit = _inputs.require_limit(swiglu_limit, "swiglu_limit")
     _inputs.require_alpha_beta(swiglu_alpha, swiglu_beta, "swiglu_")
     _inputs.require_finite(routed_scaling_factor, "routed_scaling_factor")
+    _inputs.require_expert_map(expert_map)
+    start = dict(zip(ARRAYS, starts, strict=True))
 
-    x_view, ids, weights = (
-        view(x, "x"),
-        view(topk_ids, "topk_ids"),
-        view(topk_weights, "topk_weights"),
-    )
-    w1_view, w2_view = view(w1, "w1"), view(w2, "w2")
-    s1, s2 = view(w1_scale, "w1_scale"), view(w2_scale, "w2_scale")
-    map_view = _inputs.expert_map_view(expert_map)
-    workspace_view, out_view = optional_view(workspace, "workspace"), optional_view(out, "out")
-
-    E, N, K = _require_weights(w1_view, w2_view, s1, s2)
-    M, topk, id_type = require_topk_ids(ids)
-    require_dtype(x_view, "x", "bf16")
-    require_shape(x_view, "x", M, K, means="[M, K] of topk_ids and w1")
-    x_row_stride = _inputs.require_rows(x_view, "x")[2]
-    weight_type = require_dtype(weights, "topk_weights", "fp32", "bf16", "fp16")
-    require_shape(weights, "topk_weights", M, topk, means="[M, topk] of topk_ids")
-    require_contiguous(weights, "topk_weights")
+    E, N, K = _require_weights(w1, w2, w1_scale, w2_scale, start)
+    M, topk, id_type = require_topk_ids(topk_ids)
+    require_dtype(x, "x", "bf16")
+    require_shape(x, "x", M, K, means="[M, K] of topk_ids and w1")
+    x_row_stride = _inputs.require_rows(x, "x")[2]
+    weight_type = require_dtype(topk_weights, "topk_weights", "fp32", "bf16", "fp16")
+    require_shape(topk_weights, "topk_weights", M, topk, means="[M, topk] of topk_ids")
+    require_contiguous(topk_weights, "topk_weights")
     if apply_router_weight_on_input and topk != 1:
         raise ArgumentError(
             f"apply_router_weight_on_input: wants topk 1, got {topk}; weight the output instead"
         )
-    experts = _id_space(num_experts, map_view, E)
+    experts = _id_space(num_experts, expert_map, E)
     _require_slots(M * topk, experts)
-
-    named = [
-        ("x", x_view), ("w1", w1_view), ("w2", w2_view), ("topk_weights", weights),
-        ("topk_ids", ids), ("w1_scale", s1), ("w2_scale", s2), ("expert_map", map_view),
-    ]  # fmt: skip
-    require_same_device([*named, ("workspace", workspace_view), ("out", out_view)])
-    inputs = [(name, v) for name, v in named if v is not None]
-    out_row_stride = K
-    if out_view is not None:
-        out_row_stride = _require_out(out_view, x_view, inputs)
-    if workspace_view is not None:
-        _require_workspace(workspace_view, out_view, inputs)
+    out_row_stride = K if out is None else _require_out(out, x)
+    if workspace is not None:
+        require_dtype(workspace, "workspace", "uint8")
+        require_contiguous(workspace, "workspace")
+    arrays = (x, w1, w2, topk_weights, topk_ids, w1_scale, w2_scale, expert_map, workspace, out)
+    require_same_device(zip(ARRAYS, arrays, strict=True))
     problem = Problem(
         M=M,
         K=K,
@@ -120,23 +170,22 @@ def checked_inputs(
         topk=topk,
         ids=id_type,
         weight=weight_type,
-        has_map=map_view is not None,
+        has_map=expert_map is not None,
         scale_format=scale_format,
         clamp=clamp_kind(limit),
         scaled=(swiglu_alpha, swiglu_beta) != (1.0, 0.0),
         weight_on_input=apply_router_weight_on_input,
-        x_aligned=_inputs.is_aligned(x_view.ptr, x_row_stride, 2, 16),
-        out_aligned=out_view is None or _inputs.is_aligned(out_view.ptr, out_row_stride, 2, 16),
+        x_aligned=_inputs.is_aligned(start["x"], x_row_stride, 2, 16),
+        out_aligned=_inputs.is_aligned(start["out"], out_row_stride, 2, 16),
     )
-    return Inputs(
-        x_view, w1_view, w2_view, weights, ids, s1, s2, map_view, workspace_view, out_view,
-        x_row_stride, out_row_stride, limit, swiglu_alpha, swiglu_beta, routed_scaling_factor,
-        problem,
+    return Checked(
+        problem, x_row_stride, out_row_stride, limit, swiglu_alpha, swiglu_beta,
+        routed_scaling_factor,
     )  # fmt: skip
 
 
 def _require_weights(
-    w1: ArrayView, w2: ArrayView, w1_scale: ArrayView, w2_scale: ArrayView
+    w1: Facts, w2: Facts, w1_scale: Facts, w2_scale: Facts, start: dict[str, int]
 ) -> tuple[int, int, int]:
     """E, N, K."""
     require_ndim(w1, "w1", 3, "[E, 2N, K]")
@@ -152,7 +201,7 @@ def _require_weights(
     _inputs.require_expert_count(E, "w1")
     for v, name in ((w1, "w1"), (w2, "w2")):
         require_dtype(v, name, "e4m3")
-        _require_loadable(v, name)
+        _require_loadable(v, name, start[name])
     blocks = GROUP_SIZE
     require_shape(w1_scale, "w1_scale", E, 2 * N // blocks, K // blocks, means="blocks of w1")
     require_shape(w2_scale, "w2_scale", E, K // blocks, N // blocks, means="blocks of w2")
@@ -161,17 +210,17 @@ def _require_weights(
     return E, N, K
 
 
-def _require_loadable(v: ArrayView, name: str) -> None:
+def _require_loadable(v: Facts, name: str, start: int) -> None:
     """Rows that can be copied 16 bytes at a time."""
     expert_stride, row_stride, stride = v.strides
-    if stride != 1 or expert_stride % 16 or row_stride % 16 or v.ptr % 16:
+    if stride != 1 or expert_stride % 16 or row_stride % 16 or start:
         raise ArgumentError(
             f"{name}: want rows that are contiguous and start at multiples of 16 bytes, got "
-            f"strides {list(v.strides)} at address {v.ptr:#x}; pass {name}.contiguous()"
+            f"strides {list(v.strides)}, {start} bytes past one; pass {name}.contiguous()"
         )
 
 
-def _id_space(num_experts: int | None, expert_map: ArrayView | None, E: int) -> int:
+def _id_space(num_experts: int | None, expert_map: Facts | None, E: int) -> int:
     experts = _inputs.id_space(num_experts, expert_map, default=E)
     if expert_map is None and experts > E:
         raise ArgumentError(
@@ -188,25 +237,23 @@ def _require_slots(num_slots: int, num_experts: int) -> None:
         )
 
 
-def _require_out(out: ArrayView, x: ArrayView, inputs: list[tuple[str, ArrayView]]) -> int:
+def _require_out(out: Facts, x: Facts) -> int:
     """The row stride of out."""
     require_dtype(out, "out", "bf16")
     require_shape(out, "out", *x.shape, means="the shape of x")
-    row_stride = _inputs.require_rows(out, "out")[2]
-    in_place = (out.ptr, out.strides) == (x.ptr, x.strides)
-    require_no_overlap(out, "out", [(n, v) for n, v in inputs if not (in_place and n == "x")])
-    return row_stride
+    return _inputs.require_rows(out, "out")[2]
 
 
-def _require_workspace(
-    workspace: ArrayView, out: ArrayView | None, inputs: list[tuple[str, ArrayView]]
-) -> None:
-    require_dtype(workspace, "workspace", "uint8")
-    require_contiguous(workspace, "workspace")
-    if workspace.ptr % ALIGNMENT:
-        raise ArgumentError(
-            f"workspace: want an address that is a multiple of {ALIGNMENT}, got "
-            f"{workspace.ptr:#x}; pass a whole allocation, not a slice of one"
-        )
-    others = inputs if out is None else [*inputs, ("out", out)]
-    require_no_overlap(workspace, "workspace", others)
+def _require_own_memory(i: Inputs) -> None:
+    """Outputs overlap nothing, but for an out that is x; the workspace lies where it may."""
+    inputs = tuple(zip(ARRAYS, i[:8], strict=False))  # x first, then all that is only read
+    if i.out is not None:
+        in_place = (i.out.ptr, i.out.facts.strides) == (i.x.ptr, i.x.facts.strides)
+        require_no_overlap(i.out, "out", inputs[in_place:])
+    if i.workspace is not None:
+        if i.workspace.ptr % ALIGNMENT:
+            raise ArgumentError(
+                f"workspace: want an address that is a multiple of {ALIGNMENT}, got "
+                f"{i.workspace.ptr:#x}; pass a whole allocation, not a slice of one"
+            )
+        require_no_overlap(i.workspace, "workspace", (*inputs, ("out", i.out)))

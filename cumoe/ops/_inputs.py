@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from struct import Struct
-from typing import Any
 
 from cumoe.arrays.check import (
     require_choice,
@@ -13,8 +12,7 @@ from cumoe.arrays.check import (
     require_ndim,
     require_shape,
 )
-from cumoe.arrays.exchange import optional_view
-from cumoe.arrays.view import ArrayView
+from cumoe.arrays.view import ArrayView, Facts
 from cumoe.errors import ArgumentError
 from cumoe.plan.moe_align_block_size import MAX_EXPERTS
 from cumoe.plan.scales import GROUP_SIZE, SCALE_FORMATS, SCALE_LAYOUTS, ScaleLayout
@@ -22,7 +20,8 @@ from cumoe.plan.scales import GROUP_SIZE, SCALE_FORMATS, SCALE_LAYOUTS, ScaleLay
 _FLOAT = Struct("f")
 
 INT32_MAX = 2**31 - 1
-INT64_MAX = 2**63 - 1
+UNBOUNDED = -1
+"""As num_experts of a kernel: only negative ids are invalid."""
 
 
 def require_group_size(group_size: int) -> None:
@@ -36,7 +35,7 @@ def require_scale(scale_format: str, scale_layout: str = "row") -> None:
     require_choice(scale_layout, "scale_layout", SCALE_LAYOUTS)
 
 
-def require_rows(v: ArrayView, name: str) -> tuple[int, int, int]:
+def require_rows(v: Facts, name: str) -> tuple[int, int, int]:
     """Rows, columns and row stride of an array whose leading dimensions flatten to rows."""
     if not v.shape:
         raise ArgumentError(f"{name}: want at least 1 dimension, got a scalar")
@@ -50,7 +49,7 @@ def require_rows(v: ArrayView, name: str) -> tuple[int, int, int]:
     return rows, columns, _row_stride(v, name, columns)
 
 
-def _row_stride(v: ArrayView, name: str, columns: int) -> int:
+def _row_stride(v: Facts, name: str, columns: int) -> int:
     stride, expected = columns, None
     for size, step in zip(reversed(v.shape[:-1]), reversed(v.strides[:-1]), strict=True):
         if size == 1:
@@ -97,20 +96,20 @@ def require_finite(value: float, name: str) -> None:
         raise ArgumentError(f"{name}: want a finite fp32 number, got {value!r}")
 
 
-def expert_map_view(expert_map: Any) -> ArrayView | None:
-    """The view of a checked expert_map."""
-    v = optional_view(expert_map, "expert_map")
+def require_expert_map(v: Facts | None) -> None:
+    """An expert_map, if there is one: [num_experts] int32."""
     if v is not None:
         require_dtype(v, "expert_map", "int32")
         require_ndim(v, "expert_map", 1, "[num_experts]")
         require_contiguous(v, "expert_map")
-    return v
 
 
-def id_space(num_experts: int | None, expert_map: ArrayView | None, default: int) -> int:
-    """Size of the space of topk_ids."""
+def id_space(num_experts: int | None, expert_map: Facts | None, default: int) -> int:
+    """Size of the space of topk_ids; ``default`` where nothing gives it."""
     if expert_map is None:
-        size = default if num_experts is None else num_experts
+        if num_experts is None:
+            return default
+        size = num_experts
     else:
         size = expert_map.shape[0]
         if num_experts is not None and num_experts != size:
@@ -128,14 +127,14 @@ def require_expert_count(num_experts: int, name: str = "num_experts") -> None:
         raise ArgumentError(f"{name}: want at most {MAX_EXPERTS}, got {num_experts}")
 
 
-def require_output(v: ArrayView, name: str, shape: tuple[int, ...], dtype: str) -> None:
+def require_output(v: Facts, name: str, shape: tuple[int, ...], dtype: str) -> None:
     """A caller's output: exactly this shape and dtype, contiguous."""
     require_dtype(v, name, dtype)
     require_shape(v, name, *shape)
     require_contiguous(v, name)
 
 
-def require_scale_output(v: ArrayView, layout: ScaleLayout) -> None:
+def require_scale_output(v: Facts, layout: ScaleLayout) -> None:
     """A caller's out_scale: the shape and the strides of its layout."""
     require_dtype(v, "out_scale", layout.dtype)
     require_shape(v, "out_scale", *layout.shape)
@@ -147,6 +146,21 @@ def require_scale_output(v: ArrayView, layout: ScaleLayout) -> None:
             )
 
 
-def is_aligned(ptr: int, stride: int, item_bytes: int, to: int) -> bool:
-    """Whether every row of a matrix starts at a multiple of ``to`` bytes."""
-    return ptr % to == 0 and (stride * item_bytes) % to == 0
+def is_aligned(start: int, stride: int, item_bytes: int, to: int) -> bool:
+    """Whether every row of a matrix starts at a multiple of ``to`` bytes, as its first one does."""
+    return start % to == 0 and (stride * item_bytes) % to == 0
+
+
+def facts_of(v: ArrayView | None) -> Facts | None:
+    """The facts of an array, None for None."""
+    return None if v is None else v.facts
+
+
+def pointer_of(v: ArrayView | None) -> int:
+    """The address of an array, 0 for None."""
+    return 0 if v is None else v.ptr
+
+
+def start_of(v: ArrayView | None) -> int:
+    """Where an array starts in a line of 16 bytes; what is yet to be allocated starts one."""
+    return 0 if v is None else v.ptr % 16

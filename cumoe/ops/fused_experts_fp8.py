@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Any
 
 from cumoe import reference
@@ -10,10 +11,11 @@ from cumoe.arrays.view import ITEM_BYTES, ArrayView
 from cumoe.errors import ArgumentError
 from cumoe.launch import device, memory, module
 from cumoe.launch.run import run
-from cumoe.ops import _outputs
+from cumoe.ops import _inputs, _outputs
 from cumoe.ops._experts_inputs import Inputs, checked_inputs
 from cumoe.ops.moe_align_block_size import launch_align
 from cumoe.plan import fused_experts_fp8 as planning
+from cumoe.plan.device import DeviceInfo
 from cumoe.plan.scales import GROUP_SIZE
 
 
@@ -70,6 +72,7 @@ def fused_experts_fp8(
         workspace: contiguous uint8, at an address that is a multiple of 256; allocated if None.
             An ArgumentError tells how many bytes a call wants.
         max_workspace_bytes: at most this much is used: tokens are then run in several parts.
+            The reference uses neither.
         out: [M, K] bf16; may be x itself, must not overlap another input. Allocated if None.
 
     Returns:
@@ -108,7 +111,7 @@ def fused_experts_fp8(
 
 
 def _run_reference(i: Inputs) -> Any:
-    p = i.problem
+    c, p = i.checked, i.checked.problem
     result = reference.fused_experts_fp8(
         to_numpy(i.x),
         to_numpy(i.w1),
@@ -118,40 +121,48 @@ def _run_reference(i: Inputs) -> Any:
         w1_scale=to_numpy(i.w1_scale),
         w2_scale=to_numpy(i.w2_scale),
         scale_format=p.scale_format,
-        swiglu_limit=i.limit,
-        swiglu_alpha=i.alpha,
-        swiglu_beta=i.beta,
+        swiglu_limit=c.limit,
+        swiglu_alpha=c.alpha,
+        swiglu_beta=c.beta,
         num_experts=p.num_experts,
         expert_map=_outputs.optional_host(i.expert_map),
         apply_router_weight_on_input=p.weight_on_input,
-        routed_scaling_factor=i.factor,
+        routed_scaling_factor=c.factor,
         out=_outputs.optional_host(i.out),
     )
     return _outputs.deliver(i.out, result, i.x.framework)
 
 
 def _run(i: Inputs, max_workspace_bytes: int | None) -> Any:
-    info = device.info(i.x.device.ordinal)
-    out = _outputs.new_output(i.x, i.x.shape, "bf16") if i.out is None else i.out.owner
-    out_view = view(out, "out")
-    tokens = planning.tokens_per_call(i.problem, info, max_workspace_bytes)
-    largest = planning.plan(i.problem._replace(M=tokens), info)
-    workspace = _workspace(i, largest.workspace.total)
-    stream = memory.current_stream(i.x)
-    starts = range(0, i.problem.M, max(1, tokens))
-    problems = [i.problem._replace(M=min(tokens, i.problem.M - first)) for first in starts]
-    plans = [planning.plan(problem, info) for problem in problems]
-    for plan in {id(plan): plan for plan in plans}.values():  # all parts but the last are alike
-        module.require_loaded(plan.steps, i.x.device.ordinal, stream)
-    for first, problem, plan in zip(starts, problems, plans, strict=True):
-        _launch(plan, problem, i, first, workspace.ptr, out_view.ptr, stream)
-    return out
+    ordinal, stream = i.x.device.ordinal, memory.current_stream(i.x)
+    parts = _parts(i.checked.problem, device.info(ordinal), max_workspace_bytes)
+    if i.out is None:
+        i = i._replace(out=view(_outputs.new_output(i.x, i.x.facts.shape, "bf16"), "out"))
+    workspace = _workspace(i, parts[0][2].workspace.total)
+    for plan in {id(plan): plan for _, _, plan in parts}.values():  # all but the last are alike
+        module.require_loaded(plan.steps, ordinal, stream)
+    for first, problem, plan in parts:
+        _launch(plan, problem, i, first, workspace.ptr, stream)
+    return i.out.owner if i.out else None
+
+
+@lru_cache(4096)
+def _parts(
+    problem: planning.Problem, info: DeviceInfo, max_workspace_bytes: int | None
+) -> tuple[tuple[int, planning.Problem, planning.Plan], ...]:
+    """First token, problem and plan of each part of a call; one part where memory allows it."""
+    tokens = planning.tokens_per_call(problem, info, max_workspace_bytes)
+    starts = range(0, max(1, problem.M), max(1, tokens))
+    problems = [problem._replace(M=min(tokens, problem.M - first)) for first in starts]
+    return tuple(
+        (first, p, planning.plan(p, info)) for first, p in zip(starts, problems, strict=True)
+    )
 
 
 def _workspace(i: Inputs, needed: int) -> ArrayView:
     if i.workspace is None:
         return view(_outputs.new_output(i.x, (needed,), "uint8"), "workspace")
-    size = i.workspace.extent[1] - i.workspace.extent[0]
+    size = i.workspace.facts.extent[1]
     if size < needed:
         raise ArgumentError(
             f"workspace: this call wants {needed} bytes, got {size}; pass a larger one, or "
@@ -166,27 +177,26 @@ def _launch(
     i: Inputs,
     first: int,
     workspace: int,
-    out: int,
     stream: int,
 ) -> None:
     """The launches for tokens first ... first + p.M, in order."""
-    where, at = i.x.device.ordinal, plan.workspace
+    c, where, at = i.checked, i.x.device.ordinal, plan.workspace
     a, a_scale, slots = workspace + at.a, workspace + at.a_scale, workspace + at.slots
     q, q_scale = workspace + at.q, workspace + at.q_scale
     num_slots = p.M * p.topk
     ids = i.topk_ids.ptr + first * p.topk * ITEM_BYTES[p.ids]
     weights = i.topk_weights.ptr + first * p.topk * ITEM_BYTES[p.weight]
-    expert_map = 0 if i.expert_map is None else i.expert_map.ptr
+    expert_map, out = _inputs.pointer_of(i.expert_map), _inputs.pointer_of(i.out)
     tiles = (
         workspace + at.sorted_token_ids,
         workspace + at.expert_ids,
         workspace + at.num_tokens_post_padded,
     )
 
-    x = i.x.ptr + first * i.x_row_stride * 2
+    x = i.x.ptr + first * c.x_row_stride * 2
     run(
         plan.quantize, where, stream,
-        x, i.x_row_stride, weights, a, a_scale, p.K // GROUP_SIZE, 1, p.M, p.M,
+        x, c.x_row_stride, weights, a, a_scale, p.K // GROUP_SIZE, 1, p.M, p.M,
     )  # fmt: skip
     launch_align(
         plan.align, plan.align_problem, where, stream,
@@ -194,22 +204,22 @@ def _launch(
     )  # fmt: skip
     run(
         plan.gemm1, where, stream,
-        a, a_scale, i.w1.ptr, *i.w1.strides[:2], i.w1_scale.ptr, *i.w1_scale.strides,
+        a, a_scale, i.w1.ptr, *i.w1.facts.strides[:2], i.w1_scale.ptr, *i.w1_scale.facts.strides,
         *tiles, slots, num_slots,
     )  # fmt: skip
     run(
         plan.activate.step, where, stream,
         slots, 2 * p.N, ids, expert_map, q, q_scale, p.N // GROUP_SIZE, 1,
         num_slots, num_slots, p.num_experts, p.num_local_experts, plan.activate.chunk_rows,
-        i.limit or 0.0, i.alpha, i.beta,
+        c.limit or 0.0, c.alpha, c.beta,
     )  # fmt: skip
     run(
         plan.gemm2, where, stream,
-        q, q_scale, i.w2.ptr, *i.w2.strides[:2], i.w2_scale.ptr, *i.w2_scale.strides,
+        q, q_scale, i.w2.ptr, *i.w2.facts.strides[:2], i.w2_scale.ptr, *i.w2_scale.facts.strides,
         *tiles, slots, num_slots,
     )  # fmt: skip
     run(
         plan.combine, where, stream,
-        slots, weights, ids, expert_map, out + first * i.out_row_stride * 2, i.out_row_stride,
-        p.M, p.num_experts, p.num_local_experts, i.factor,
+        slots, weights, ids, expert_map, out + first * c.out_row_stride * 2, c.out_row_stride,
+        p.M, p.num_experts, p.num_local_experts, c.factor,
     )  # fmt: skip

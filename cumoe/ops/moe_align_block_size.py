@@ -11,8 +11,8 @@ from cumoe.arrays.check import (
     require_ndim,
     require_same_device,
 )
-from cumoe.arrays.exchange import from_numpy, to_numpy, view
-from cumoe.arrays.view import ArrayView
+from cumoe.arrays.exchange import from_numpy, optional_view, to_numpy, view
+from cumoe.arrays.view import ArrayView, Facts
 from cumoe.errors import ArgumentError
 from cumoe.launch import device, memory, module, run
 from cumoe.ops import _inputs, _outputs
@@ -50,13 +50,15 @@ def moe_align_block_size(
         >>> slots.tolist(), experts.tolist(), used.tolist()
         ([1, 4, 3, 4, 0, 2, 4, 4], [0, 1, 2, -1], [6])
     """
-    ids, map_view = view(topk_ids, "topk_ids"), _inputs.expert_map_view(expert_map)
-    M, topk, id_type = require_topk_ids(ids)
-    experts = _inputs.id_space(num_experts, map_view, default=num_experts)
+    ids, map_view = view(topk_ids, "topk_ids"), optional_view(expert_map, "expert_map")
+    map_facts = _inputs.facts_of(map_view)
+    M, topk, id_type = require_topk_ids(ids.facts)
+    _inputs.require_expert_map(map_facts)
+    experts = _inputs.id_space(num_experts, map_facts, default=num_experts)
     _inputs.require_expert_count(experts)
     if block_size < 1:
         raise ArgumentError(f"block_size: want a positive number, got {block_size}")
-    where = require_same_device([("topk_ids", ids), ("expert_map", map_view)])
+    where = require_same_device([("topk_ids", ids.facts), ("expert_map", map_facts)])
     problem = planning.Problem(
         M * topk, block_size, experts, experts, id_type, map_view is not None
     )
@@ -128,7 +130,7 @@ def launch_align(
     )  # fmt: skip
 
 
-def require_topk_ids(ids: ArrayView) -> tuple[int, int, str]:
+def require_topk_ids(ids: Facts) -> tuple[int, int, str]:
     """M, topk and the type of the ids."""
     id_type = require_dtype(ids, "topk_ids", "int32", "int64")
     require_ndim(ids, "topk_ids", 2, "[M, topk]")

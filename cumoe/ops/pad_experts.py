@@ -6,7 +6,7 @@ from typing import Any
 
 from cumoe.arrays.check import require_dtype, require_ndim, require_same_device, require_shape
 from cumoe.arrays.exchange import view
-from cumoe.arrays.view import ArrayView
+from cumoe.arrays.view import ArrayView, Facts
 from cumoe.errors import ArgumentError
 from cumoe.launch import memory
 from cumoe.plan.scales import GROUP_SIZE, ceil_to
@@ -44,21 +44,21 @@ def pad_experts(
         raise ArgumentError(f"multiple: want a multiple of {GROUP_SIZE}, got {multiple}")
     v1, v2 = view(w1, "w1"), view(w2, "w2")
     s1, s2 = view(w1_scale, "w1_scale"), view(w2_scale, "w2_scale")
-    require_same_device([("w1", v1), ("w2", v2), ("w1_scale", s1), ("w2_scale", s2)])
-    E, N, K = _require_shapes(v1, v2, s1, s2)
+    require_same_device(
+        (name, v.facts) for name, v in (("w1", v1), ("w2", v2), ("w1_scale", s1), ("w2_scale", s2))
+    )
+    E, N, K = _require_shapes(v1.facts, v2.facts, s1.facts, s2.facts)
     n, k = ceil_to(N, multiple), ceil_to(K, multiple)
     blocks_n, blocks_k = n // GROUP_SIZE, k // GROUP_SIZE
     return (
-        _pad_halves(v1, (E, 2 * n, k)),
-        _pad(v2, (E, k, n)),
-        _pad_halves(s1, (E, 2 * blocks_n, blocks_k)),
-        _pad(s2, (E, blocks_k, blocks_n)),
+        _pad_halves(v1, (E, 2 * n, k), v1.framework),
+        _pad(v2, (E, k, n), v1.framework),
+        _pad_halves(s1, (E, 2 * blocks_n, blocks_k), v1.framework),
+        _pad(s2, (E, blocks_k, blocks_n), v1.framework),
     )
 
 
-def _require_shapes(
-    w1: ArrayView, w2: ArrayView, w1_scale: ArrayView, w2_scale: ArrayView
-) -> tuple[int, int, int]:
+def _require_shapes(w1: Facts, w2: Facts, w1_scale: Facts, w2_scale: Facts) -> tuple[int, int, int]:
     require_ndim(w2, "w2", 3, "[E, K, N]")
     E, K, N = w2.shape
     require_shape(w1, "w1", E, 2 * N, K, means="[E, 2N, K] of w2")
@@ -72,15 +72,15 @@ def _require_shapes(
     return E, N, K
 
 
-def _pad(v: ArrayView, shape: tuple[int, int, int]) -> Any:
-    _, rows, columns = v.shape
-    return memory.embed(v, shape, [(slice(0, rows), slice(0, rows), slice(0, columns))])
+def _pad(v: ArrayView, shape: tuple[int, int, int], framework: str) -> Any:
+    _, rows, columns = v.facts.shape
+    return memory.embed(v, framework, shape, [(slice(0, rows), slice(0, rows), slice(0, columns))])
 
 
-def _pad_halves(v: ArrayView, shape: tuple[int, int, int]) -> Any:
+def _pad_halves(v: ArrayView, shape: tuple[int, int, int], framework: str) -> Any:
     """Gate rows to the start of the first half, up rows to the start of the second."""
-    _, rows, columns = v.shape
+    _, rows, columns = v.facts.shape
     half, target = rows // 2, shape[1] // 2
     gate = (slice(0, half), slice(0, half), slice(0, columns))
     up = (slice(half, rows), slice(target, target + half), slice(0, columns))
-    return memory.embed(v, shape, [gate, up])
+    return memory.embed(v, framework, shape, [gate, up])

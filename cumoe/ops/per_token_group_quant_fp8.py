@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from functools import lru_cache
+from typing import Any, NamedTuple
 
 from cumoe import reference
 from cumoe.arrays.check import (
@@ -12,12 +13,13 @@ from cumoe.arrays.check import (
     require_same_device,
 )
 from cumoe.arrays.exchange import optional_view, to_numpy, view
-from cumoe.arrays.view import ITEM_BYTES, ArrayView
+from cumoe.arrays.view import ITEM_BYTES, Facts
 from cumoe.launch import device, memory, run
 from cumoe.ops import _inputs, _outputs
 from cumoe.plan import per_token_group_quant_fp8 as planning
 from cumoe.plan.scales import GROUP_SIZE, ScaleLayout
 from cumoe.plan.scales import scale_layout as layout_of
+from cumoe.plan.spec import Step
 
 
 def per_token_group_quant_fp8(
@@ -46,7 +48,7 @@ def per_token_group_quant_fp8(
             with M rounded up to 4 in the strides; for ue8m0 also "packed" [M, ceil(K/512)] int32,
             four exponent bytes each, strides as "tma". Padding is 0.
         out: [..., K] e4m3 (or uint8), contiguous; allocated if None.
-        out_scale: an array of exactly that layout; allocated if None.
+        out_scale: an array of exactly that layout, whose padding is left alone; allocated if None.
 
     Returns:
         (q, scale) in the framework and on the device of x.
@@ -63,20 +65,21 @@ def per_token_group_quant_fp8(
         >>> float(q[0, 0]), float(scale[0, 0])
         (448.0, 1.0)
     """
-    _inputs.require_group_size(group_size)
-    _inputs.require_scale(scale_format, scale_layout)
     x_view, out_view = view(x, "x"), optional_view(out, "out")
     scale_view = optional_view(out_scale, "out_scale")
-    x_type = require_dtype(x_view, "x", "bf16", "fp16", "fp32")
-    M, K, row_stride = _inputs.require_rows(x_view, "x")
-    require_multiple(
-        K, "x", "the last dimension", GROUP_SIZE, "pad it with zeros to the next multiple"
+    call = _checked(
+        x_view.facts,
+        _inputs.facts_of(out_view),
+        _inputs.facts_of(scale_view),
+        _inputs.start_of(x_view),
+        _inputs.start_of(out_view),
+        group_size,
+        scale_format,
+        scale_layout,
     )
-    layout = layout_of(M, K, scale_layout, scale_format)
-    where = require_same_device((("x", x_view), ("out", out_view), ("out_scale", scale_view)))
-    _require_outputs(x_view, out_view, scale_view, layout)
-
-    if where.kind == "cpu":
+    require_no_overlap(out_view, "out", (("x", x_view),))
+    require_no_overlap(scale_view, "out_scale", (("x", x_view),))
+    if call.step is None:
         q, scale = reference.per_token_group_quant_fp8(
             to_numpy(x_view),
             scale_format=scale_format,
@@ -89,41 +92,68 @@ def per_token_group_quant_fp8(
             _outputs.deliver(scale_view, scale, x_view.framework),
         )
 
-    with device.on_device(where.ordinal):
+    ordinal, layout = x_view.device.ordinal, call.layout
+    with device.on_device(ordinal):
         if out_view is None:
-            out = _outputs.new_output(x_view, x_view.shape, "e4m3")
+            out = _outputs.new_output(x_view, x_view.facts.shape, "e4m3")
             out_view = view(out, "out")
         if scale_view is None:
             out_scale = _outputs.new_scale(x_view, layout)
             scale_view = view(out_scale, "out_scale")
-        item_bytes = ITEM_BYTES[x_type]
-        problem = planning.Problem(
-            rows=layout.rows,
-            K=K,
-            x_type=x_type,
-            scale_format=scale_format,
-            packed=scale_layout == "packed",
-            aligned=_inputs.is_aligned(x_view.ptr, row_stride, item_bytes, 16)
-            and out_view.ptr % 8 == 0,
-        )
-        step = planning.plan(problem, device.info(where.ordinal).arch)
         run.run(
-            step, where.ordinal, memory.current_stream(x_view),
-            x_view.ptr, row_stride, 0, out_view.ptr, scale_view.ptr,
-            *layout.strides, M, layout.rows,
+            call.step, ordinal, memory.current_stream(x_view),
+            x_view.ptr, call.row_stride, 0, out_view.ptr, scale_view.ptr,
+            *layout.strides, call.M, call.rows,
         )  # fmt: skip
     return out, out_scale
 
 
-def _require_outputs(
-    x: ArrayView,
-    out: ArrayView | None,
-    out_scale: ArrayView | None,
-    layout: ScaleLayout,
-) -> None:
+class _Call(NamedTuple):
+    """All that a call needs besides pointers."""
+
+    M: int
+    rows: int
+    row_stride: int
+    layout: ScaleLayout
+    step: Step | None
+    """None where the reference computes."""
+
+
+@lru_cache(4096)
+def _checked(
+    x: Facts,
+    out: Facts | None,
+    out_scale: Facts | None,
+    x_start: int,
+    out_start: int,
+    group_size: int,
+    scale_format: str,
+    scale_layout: str,
+) -> _Call:
+    _inputs.require_group_size(group_size)
+    _inputs.require_scale(scale_format, scale_layout)
+    x_type = require_dtype(x, "x", "bf16", "fp16", "fp32")
+    M, K, row_stride = _inputs.require_rows(x, "x")
+    require_multiple(
+        K, "x", "the last dimension", GROUP_SIZE, "pad it with zeros to the next multiple"
+    )
+    layout = layout_of(M, K, scale_layout, scale_format)
+    where = require_same_device((("x", x), ("out", out), ("out_scale", out_scale)))
     if out is not None:
         _inputs.require_output(out, "out", x.shape, "e4m3")
-        require_no_overlap(out, "out", [("x", x)])
     if out_scale is not None:
         _inputs.require_scale_output(out_scale, layout)
-        require_no_overlap(out_scale, "out_scale", [("x", x)])
+    rows = layout.rows if out_scale is None else M  # a caller's padding may not exist
+    if where.kind == "cpu":
+        return _Call(M, rows, row_stride, layout, None)
+    problem = planning.Problem(
+        rows=rows,
+        K=K,
+        x_type=x_type,
+        scale_format=scale_format,
+        packed=scale_layout == "packed",
+        aligned=_inputs.is_aligned(x_start, row_stride, ITEM_BYTES[x_type], 16)
+        and out_start % 8 == 0,
+    )
+    step = planning.plan(problem, device.info(where.ordinal).arch)
+    return _Call(M, rows, row_stride, layout, step)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
+from functools import lru_cache
+from math import prod
+from typing import Any, NamedTuple
 
 from cumoe import reference
 from cumoe.arrays.check import (
@@ -13,12 +15,12 @@ from cumoe.arrays.check import (
     require_same_device,
 )
 from cumoe.arrays.exchange import optional_view, to_numpy, view
-from cumoe.arrays.view import ArrayView
+from cumoe.arrays.view import Facts
 from cumoe.errors import ArgumentError
 from cumoe.launch import device, memory, run
 from cumoe.ops import _inputs, _outputs
 from cumoe.plan import silu_and_mul_quant_fp8 as planning
-from cumoe.plan.scales import GROUP_SIZE
+from cumoe.plan.scales import GROUP_SIZE, ScaleLayout
 from cumoe.plan.scales import scale_layout as layout_of
 
 
@@ -61,7 +63,7 @@ def silu_and_mul_quant_fp8(
         num_experts: size of the id space; by default the length of expert_map. Without either,
             only negative ids are invalid.
         out: [R, H] e4m3 (or uint8), contiguous; allocated if None, then skipped rows hold anything.
-        out_scale: an array of the chosen layout; allocated if None.
+        out_scale: an array of the chosen layout, whose padding is left alone; allocated if None.
 
     Returns:
         (q, scale) in the framework and on the device of gate_up.
@@ -78,32 +80,32 @@ def silu_and_mul_quant_fp8(
         >>> round(float(q[0, 0]) * float(scale[0, 0]), 3)
         0.73
     """
-    _inputs.require_group_size(group_size)
-    _inputs.require_scale(scale_format, scale_layout)
-    limit = _inputs.require_limit(limit, "limit")
-    _inputs.require_alpha_beta(alpha, beta)
     x, ids = view(gate_up, "gate_up"), optional_view(topk_ids, "topk_ids")
-    map_view = _inputs.expert_map_view(expert_map)
+    map_view = optional_view(expert_map, "expert_map")
     out_view, scale_view = optional_view(out, "out"), optional_view(out_scale, "out_scale")
-    R, H, row_stride = _require_gate_up(x)
-    id_type = _require_ids(ids, map_view, R)
-    experts = _inputs.id_space(num_experts, map_view, default=_inputs.INT64_MAX)
-    layout = layout_of(R, H, scale_layout, scale_format)
-    named = [("gate_up", x), ("topk_ids", ids), ("expert_map", map_view)]
-    where = require_same_device([*named, ("out", out_view), ("out_scale", scale_view)])
-    inputs = [(name, v) for name, v in named if v is not None]
-    out_shape = (*x.shape[:-1], H)
-    if out_view is not None:
-        _inputs.require_output(out_view, "out", out_shape, "e4m3")
-        require_no_overlap(out_view, "out", inputs)
-    if scale_view is not None:
-        _inputs.require_scale_output(scale_view, layout)
-        require_no_overlap(scale_view, "out_scale", inputs)
-
-    if where.kind == "cpu":
+    call = _checked(
+        x.facts,
+        _inputs.facts_of(ids),
+        _inputs.facts_of(map_view),
+        _inputs.facts_of(out_view),
+        _inputs.facts_of(scale_view),
+        _inputs.start_of(x),
+        _inputs.start_of(out_view),
+        limit,
+        alpha,
+        beta,
+        group_size,
+        scale_format,
+        scale_layout,
+        num_experts,
+    )
+    inputs = (("gate_up", x), ("topk_ids", ids), ("expert_map", map_view))
+    require_no_overlap(out_view, "out", inputs)
+    require_no_overlap(scale_view, "out_scale", inputs)
+    if call.plan is None:
         q, scale = reference.silu_and_mul_quant_fp8(
             to_numpy(x),
-            limit=limit,
+            limit=call.limit,
             alpha=alpha,
             beta=beta,
             scale_format=scale_format,
@@ -119,35 +121,91 @@ def silu_and_mul_quant_fp8(
             _outputs.deliver(scale_view, scale, x.framework),
         )
 
-    with device.on_device(where.ordinal):
+    ordinal, layout, plan = x.device.ordinal, call.layout, call.plan
+    with device.on_device(ordinal):
         if out_view is None:
-            out = _outputs.new_output(x, out_shape, "e4m3")
+            out = _outputs.new_output(x, call.out_shape, "e4m3")
             out_view = view(out, "out")
         if scale_view is None:
             out_scale = _outputs.new_scale(x, layout)
             scale_view = view(out_scale, "out_scale")
+        run.run(
+            plan.step, ordinal, memory.current_stream(x),
+            x.ptr, call.row_stride, _inputs.pointer_of(ids), _inputs.pointer_of(map_view),
+            out_view.ptr, scale_view.ptr, *layout.strides, call.R, call.rows,
+            call.num_experts, call.num_experts, plan.chunk_rows, call.limit or 0.0, alpha, beta,
+        )  # fmt: skip
+    return out, out_scale
+
+
+class _Call(NamedTuple):
+    """All that a call needs besides pointers."""
+
+    R: int
+    rows: int
+    row_stride: int
+    num_experts: int
+    limit: float | None
+    out_shape: tuple[int, ...]
+    layout: ScaleLayout
+    plan: planning.Plan | None
+    """None where the reference computes."""
+
+
+@lru_cache(4096)
+def _checked(
+    x: Facts,
+    ids: Facts | None,
+    expert_map: Facts | None,
+    out: Facts | None,
+    out_scale: Facts | None,
+    x_start: int,
+    out_start: int,
+    limit: float | None,
+    alpha: float,
+    beta: float,
+    group_size: int,
+    scale_format: str,
+    scale_layout: str,
+    num_experts: int | None,
+) -> _Call:
+    _inputs.require_group_size(group_size)
+    _inputs.require_scale(scale_format, scale_layout)
+    limit = _inputs.require_limit(limit, "limit")
+    _inputs.require_alpha_beta(alpha, beta)
+    R, H, row_stride = _require_gate_up(x)
+    _inputs.require_expert_map(expert_map)
+    id_type = _require_ids(ids, expert_map, R)
+    experts = _inputs.id_space(num_experts, expert_map, default=_inputs.UNBOUNDED)
+    layout = layout_of(R, H, scale_layout, scale_format)
+    where = require_same_device(
+        (("gate_up", x), ("topk_ids", ids), ("expert_map", expert_map),
+         ("out", out), ("out_scale", out_scale))
+    )  # fmt: skip
+    out_shape = (*x.shape[:-1], H)
+    if out is not None:
+        _inputs.require_output(out, "out", out_shape, "e4m3")
+    if out_scale is not None:
+        _inputs.require_scale_output(out_scale, layout)
+    rows = layout.rows if out_scale is None else R  # a caller's padding may not exist
+    plan = None
+    if where.kind == "cuda":
         problem = planning.Problem(
-            rows=layout.rows,
+            rows=rows,
             H=H,
             scale_format=scale_format,
             packed=scale_layout == "packed",
             clamp=planning.clamp_kind(limit),
             scaled=(alpha, beta) != (1.0, 0.0),
             ids=id_type,
-            has_map=map_view is not None,
-            aligned=_inputs.is_aligned(x.ptr, row_stride, 2, 16) and out_view.ptr % 8 == 0,
+            has_map=expert_map is not None,
+            aligned=_inputs.is_aligned(x_start, row_stride, 2, 16) and out_start % 8 == 0,
         )
         plan = planning.plan(problem, device.info(where.ordinal))
-        run.run(
-            plan.step, where.ordinal, memory.current_stream(x),
-            x.ptr, row_stride, _pointer(ids), _pointer(map_view), out_view.ptr, scale_view.ptr,
-            *layout.strides, R, layout.rows, experts, experts, plan.chunk_rows,
-            limit or 0.0, alpha, beta,
-        )  # fmt: skip
-    return out, out_scale
+    return _Call(R, rows, row_stride, experts, limit, out_shape, layout, plan)
 
 
-def _require_gate_up(x: ArrayView) -> tuple[int, int, int]:
+def _require_gate_up(x: Facts) -> tuple[int, int, int]:
     require_dtype(x, "gate_up", "bf16")
     R, columns, row_stride = _inputs.require_rows(x, "gate_up")
     require_multiple(
@@ -160,22 +218,15 @@ def _require_gate_up(x: ArrayView) -> tuple[int, int, int]:
     return R, columns // 2, row_stride
 
 
-def _require_ids(ids: ArrayView | None, expert_map: ArrayView | None, R: int) -> str | None:
+def _require_ids(ids: Facts | None, expert_map: Facts | None, R: int) -> str | None:
     if ids is None:
         if expert_map is not None:
             raise ArgumentError("expert_map: has no ids to map; pass topk_ids too")
         return None
     dtype = require_dtype(ids, "topk_ids", "int32", "int64")
     require_contiguous(ids, "topk_ids")
-    count = 1
-    for size in ids.shape:
-        count *= size
-    if count != R:
+    if prod(ids.shape) != R:
         raise ArgumentError(
             f"topk_ids: want one id per row of gate_up, {R}, got shape {list(ids.shape)}"
         )
     return dtype
-
-
-def _pointer(v: ArrayView | None) -> int:
-    return 0 if v is None else v.ptr

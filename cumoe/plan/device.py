@@ -27,6 +27,11 @@ class DeviceInfo(NamedTuple):
     """Most dynamic shared memory that one CTA can ask for."""
 
 
+def has_dependent_launch(arch: str) -> bool:
+    """Whether kernels can be launched with programmatic stream serialization (sm_90 and newer)."""
+    return arch != "sm_89"
+
+
 H200 = DeviceInfo("sm_90a", 132, 232_448)
 
 

@@ -1,4 +1,4 @@
-"""Plan of per_token_group_quant_fp8: a warp a group in small calls, half a warp elsewhere."""
+"""Plan of per_token_group_quant_fp8: a warp a group in small calls, 8 lanes elsewhere."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from cumoe.plan.codes import ABSENT, FLOAT_TYPE
+from cumoe.plan.device import has_dependent_launch
 from cumoe.plan.scales import GROUP_SIZE, ceil_to
 from cumoe.plan.spec import LaunchSpec, Step, kernel_spec
 
@@ -36,7 +37,7 @@ def plan(problem: Problem, arch: str) -> Step:
     p = problem
     groups = p.K // GROUP_SIZE
     items = p.rows * (ceil_to(groups, 4) if p.packed else groups)
-    lanes, threads = (32, SMALL_THREADS) if items <= SMALL_GROUPS else (16, LARGE_THREADS)
+    lanes, threads = (32, SMALL_THREADS) if items <= SMALL_GROUPS else (8, LARGE_THREADS)
     kernel = kernel_spec(
         "per_token_group_quant_fp8",
         arch,
@@ -49,7 +50,7 @@ def plan(problem: Problem, arch: str) -> Step:
         LANES=lanes,
         THREADS=threads,
     )
-    launch = LaunchSpec(-(-items * lanes // threads), threads)
+    launch = LaunchSpec(-(-items * lanes // threads), threads, overlap=has_dependent_launch(arch))
     return Step(kernel, "per_token_group_quant_fp8", launch, ABI)
 
 

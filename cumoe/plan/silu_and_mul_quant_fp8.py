@@ -7,7 +7,7 @@ from struct import pack, unpack
 from typing import NamedTuple
 
 from cumoe.plan.codes import ID_TYPE
-from cumoe.plan.device import DeviceInfo
+from cumoe.plan.device import DeviceInfo, has_dependent_launch
 from cumoe.plan.scales import GROUP_SIZE, ceil_to
 from cumoe.plan.spec import LaunchSpec, Step, kernel_spec
 
@@ -16,10 +16,10 @@ ABI = "PqPPPPqqqqqqqfff"
 NO_CLAMP, BF16_CLAMP, FP32_CLAMP = CLAMPS = (0, 1, 2)
 """`Clamp` of ``kernels_src/common/swiglu.cuh``."""
 
-AT_ONCE_THREADS = 128
-PERSISTENT_THREADS = 256
-CTAS_PER_SM = 6
-"""40 registers a thread: 6 CTAs of 256 fill an SM's register file."""
+AT_ONCE_THREADS, AT_ONCE_LANES = 128, 32
+PERSISTENT_THREADS, PERSISTENT_LANES = 256, 8
+CTAS_PER_SM = 4
+"""57 registers a thread: 4 CTAs of 256 fill an SM's register file."""
 AT_ONCE_GROUPS = {False: 2048, True: 2048}
 """Largest call, in groups of 128, for the at-once kernel: without and with a filter."""
 MAX_CHUNK_ROWS = 32
@@ -71,6 +71,7 @@ def plan(problem: Problem, device: DeviceInfo) -> Plan:
     p = problem
     persistent = group_count(p) > AT_ONCE_GROUPS[p.ids is not None]
     threads = PERSISTENT_THREADS if persistent else AT_ONCE_THREADS
+    lanes = PERSISTENT_LANES if persistent else AT_ONCE_LANES
     kernel = kernel_spec(
         "silu_and_mul_quant_fp8",
         device.arch,
@@ -84,13 +85,19 @@ def plan(problem: Problem, device: DeviceInfo) -> Plan:
         ALIGNED=p.aligned,
         PERSISTENT=persistent,
         THREADS=threads,
+        LANES=lanes,
         CTAS_PER_SM=CTAS_PER_SM,
     )
     if persistent:
         grid, chunk_rows = persistent_grid(p.rows, device.num_sms * CTAS_PER_SM)
     else:
-        grid, chunk_rows = -(-group_count(p) // (threads // 32)), 1
-    step = Step(kernel, "silu_and_mul_quant_fp8", LaunchSpec(grid, threads), ABI)
+        grid, chunk_rows = -(-group_count(p) * lanes // threads), 1
+    step = Step(
+        kernel,
+        "silu_and_mul_quant_fp8",
+        LaunchSpec(grid, threads, overlap=has_dependent_launch(device.arch)),
+        ABI,
+    )
     return Plan(step, chunk_rows)
 
 

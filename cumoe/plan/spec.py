@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from cumoe.errors import ArgumentError
@@ -29,11 +29,15 @@ class KernelSpec:
     constants: tuple[tuple[str, int], ...]
     """``constexpr int``s put before the source, sorted by name."""
 
-    @property
-    def text(self) -> str:
-        """Canonical name: ``stem-arch-A=1-B=2``."""
+    text: str = field(init=False, compare=False, repr=False)
+    """Canonical name: ``stem-arch-A=1-B=2``."""
+
+    def __post_init__(self) -> None:
         pairs = [f"{name}={value}" for name, value in self.constants]
-        return "-".join([self.stem, self.arch, *pairs])
+        object.__setattr__(self, "text", "-".join([self.stem, self.arch, *pairs]))
+
+    def __hash__(self) -> int:
+        return hash(self.text)  # a string remembers its hash: looked up on every launch
 
 
 def kernel_spec(stem: str, arch: str, **constants: int) -> KernelSpec:
@@ -63,6 +67,9 @@ class LaunchSpec(NamedTuple):
     """Threads per CTA."""
     smem_bytes: int = 0
     """Dynamic shared memory per CTA."""
+    overlap: bool = False
+    """Programmatic dependent launch: the kernel may be scheduled while its predecessor still runs;
+    it waits for that one itself before it touches memory."""
 
 
 class Step(NamedTuple):

@@ -1,17 +1,34 @@
-// Block quantization of one group of 128 values, held by LANES lanes of a warp, VALUES values each.
+// Block quantization of one group of 128 values, held by LANES lanes of a warp.
 //
 //   amax  = max(|v|, 1e-10), NaN ignored      scale = amax / 448, or the power of two above it
 //   code  = e4m3(v / scale), saturating; every NaN becomes 0x7F
+//
+// FROM_16_BITS: v is a bf16 or fp16 number. Then divisions are replaced by a product with the
+// reciprocal and one correction by the exact remainder, which gives the correctly rounded quotient
+// wherever it can reach a code other than 0 (tested for all amax and all pairs of mantissas).
 #pragma once
 #include "common/types.cuh"
 
 constexpr int GROUP = 128;
+constexpr u32 INFINITY_BITS = 0x7F800000u;
 
-// The lanes of this thread's group: the groups of a warp may diverge.
+// A lane holds RUNS runs of RUN consecutive values; the lanes' runs lie side by side, so that each
+// load of a warp reads whole lines.
 template <int LANES>
-DEVICE u32 group_mask() {
-    return LANES == 32 ? 0xFFFFFFFFu : ((1u << LANES) - 1) << (threadIdx.x & (32 - LANES));
-}
+struct Lane {
+    static constexpr int VALUES = GROUP / LANES;
+    static constexpr int RUN = VALUES < 8 ? VALUES : 8;
+    static constexpr int RUNS = VALUES / RUN;
+    static_assert(LANES <= 32 && RUN >= 4, "a group is held by 8, 16 or 32 lanes");
+
+    DEVICE static int index() { return threadIdx.x % LANES; }
+    DEVICE static int column(int run) { return (run * LANES + index()) * RUN; }
+
+    // The lanes of this thread's group: the groups of a warp may diverge.
+    DEVICE static u32 mask() {
+        return LANES == 32 ? 0xFFFFFFFFu : ((1u << (LANES % 32)) - 1) << (threadIdx.x & (32 - LANES));
+    }
+};
 
 // The largest of the lanes' values, at least 1e-10. fmaxf drops NaN, as the contract wants: a NaN
 // element marks itself, not its group.
@@ -20,7 +37,7 @@ DEVICE float group_amax(float lane_amax) {
     float amax = fmaxf(lane_amax, 1e-10f);
 #pragma unroll
     for (int lanes = LANES / 2; lanes; lanes /= 2)
-        amax = fmaxf(amax, __shfl_xor_sync(group_mask<LANES>(), amax, lanes));
+        amax = fmaxf(amax, __shfl_xor_sync(Lane<LANES>::mask(), amax, lanes));
     return amax;
 }
 
@@ -30,30 +47,46 @@ DEVICE float ceil_power_of_two(float s) {
     return __uint_as_float((bits + 0x7FFFFF) & 0x7F800000);
 }
 
-template <bool UE8M0>
+// amax / 448, rounded to nearest.
+template <bool FROM_16_BITS>
+DEVICE float scale_of(float amax) {
+    if constexpr (!FROM_16_BITS) return amax / 448.0f;
+    constexpr float RECIPROCAL = 1.0f / 448.0f;
+    const float q = amax * RECIPROCAL;
+    const float corrected = fmaf(fmaf(-q, 448.0f, amax), RECIPROCAL, q);
+    return __float_as_uint(amax) == INFINITY_BITS ? amax : corrected;
+}
+
+template <bool UE8M0, bool FROM_16_BITS>
 DEVICE float group_scale(float amax) {
-    const float scale = amax / 448.0f;
+    const float scale = scale_of<FROM_16_BITS>(amax);
     return UE8M0 ? ceil_power_of_two(fmaxf(scale, 1e-10f)) : scale;
 }
 
-// v / scale for the values of a group.
-//
-// A power of two has an exact reciprocal. A 16-bit v takes q = v * (1 / scale), corrected once by its
-// exact remainder: the correctly rounded quotient wherever it can reach a code other than 0 (tested
-// for all pairs of bf16 and of fp16 mantissas). An infinite scale has the reciprocal 0 and is then
-// taken as 0 itself, so that finite values become a signed zero, and inf NaN.
+// v / scale for the values of a group. An infinite scale has the reciprocal 0 and is then taken as 0
+// itself, so that finite values become a signed zero, and inf NaN.
 template <bool UE8M0, bool FROM_16_BITS>
 struct Divider {
     float scale, reciprocal;
 
-    DEVICE explicit Divider(float s) : scale(s), reciprocal(1.0f / s) {
-        if (FROM_16_BITS && reciprocal == 0.0f) scale = 0.0f;
+    DEVICE explicit Divider(float s) : scale(s) {
+        const bool infinite = __float_as_uint(s) == INFINITY_BITS;
+        if constexpr (UE8M0) {
+            // 2^-e from the exponent bits; exact, and normal for every finite scale.
+            reciprocal = infinite ? 0.0f : __uint_as_float(0x7F000000u - __float_as_uint(s));
+        } else {
+            float r;
+            asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(s));
+            reciprocal = infinite ? 0.0f : fmaf(r, fmaf(-s, r, 1.0f), r);
+            if (infinite && FROM_16_BITS) scale = 0.0f;
+        }
     }
 
     DEVICE float operator()(float v) const {
         const float q = v * reciprocal;
         if constexpr (UE8M0) return q;
-        if constexpr (FROM_16_BITS) return fmaf(fmaf(-q, scale, v), reciprocal, q);
+        // q * scale - v, not v - q * scale: so a zero keeps its sign.
+        if constexpr (FROM_16_BITS) return fmaf(-fmaf(q, scale, -v), reciprocal, q);
         return v / scale;
     }
 };
@@ -65,6 +98,8 @@ DEVICE u32 e4m3x2(float low, float high) {
     return r;
 }
 
+DEVICE u32 e4m3x4(float a, float b, float c, float d) { return e4m3x2(a, b) | e4m3x2(c, d) << 16; }
+
 // Where scales go: element (row, group) of a strided fp32 array, or, packed, its exponent byte in an
 // int32 array [rows, groups / 4] whose columns are contiguous.
 template <bool PACKED>
@@ -74,15 +109,5 @@ DEVICE void store_scale(void* scale, i64 row, i64 group, i64 row_stride, i64 gro
         static_cast<u8*>(scale)[word * 4 + group % 4] = u8(__float_as_uint(s) >> 23);
     } else {
         static_cast<float*>(scale)[row * row_stride + group * group_stride] = s;
-    }
-}
-
-template <bool UE8M0, bool FROM_16_BITS, int VALUES>
-DEVICE void quantize_lane(const float (&v)[VALUES], float scale, u32 (&codes)[VALUES / 4]) {
-    const Divider<UE8M0, FROM_16_BITS> divide(scale);
-#pragma unroll
-    for (int i = 0; i < VALUES / 4; i++) {
-        codes[i] = e4m3x2(divide(v[4 * i]), divide(v[4 * i + 1])) |
-                   e4m3x2(divide(v[4 * i + 2]), divide(v[4 * i + 3])) << 16;
     }
 }

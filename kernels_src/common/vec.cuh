@@ -2,25 +2,30 @@
 #pragma once
 #include "common/bf16x2.cuh"
 
-// An unsigned vector of BYTES bytes.
-template <int BYTES>
-struct Vector;
-template <>
-struct Vector<4> { typedef u32 type; };
-template <>
-struct Vector<8> { typedef uint2 type; };
-template <>
-struct Vector<16> { typedef uint4 type; };
-
-// WORDS 32-bit words from an address that is aligned to all of them.
+// WORDS 32-bit words from an address that is aligned to all of them (at most 16 bytes at a time).
 template <int WORDS>
 DEVICE void load_words(const void* p, u32 (&w)[WORDS]) {
-    static_assert(WORDS <= 4 || WORDS % 4 == 0, "whole vectors");
-    constexpr int STEP = WORDS < 4 ? WORDS : 4;
-    typedef typename Vector<4 * STEP>::type Access;
+    if constexpr (WORDS == 1) {
+        w[0] = *static_cast<const u32*>(p);
+    } else if constexpr (WORDS == 2) {
+        const uint2 v = *static_cast<const uint2*>(p);
+        w[0] = v.x, w[1] = v.y;
+    } else {
+        static_assert(WORDS % 4 == 0, "whole vectors");
 #pragma unroll
-    for (int i = 0; i < WORDS; i += STEP)
-        *reinterpret_cast<Access*>(&w[i]) = *reinterpret_cast<const Access*>(static_cast<const u32*>(p) + i);
+        for (int i = 0; i < WORDS; i += 4) {
+            const uint4 v = *reinterpret_cast<const uint4*>(static_cast<const u32*>(p) + i);
+            w[i] = v.x, w[i + 1] = v.y, w[i + 2] = v.z, w[i + 3] = v.w;
+        }
+    }
+}
+
+template <int WORDS>
+DEVICE void store_words(void* p, const u32 (&w)[WORDS]) {
+    static_assert(WORDS == 1 || WORDS == 2 || WORDS == 4, "one store");
+    if constexpr (WORDS == 1) *static_cast<u32*>(p) = w[0];
+    if constexpr (WORDS == 2) *static_cast<uint2*>(p) = make_uint2(w[0], w[1]);
+    if constexpr (WORDS == 4) *static_cast<uint4*>(p) = make_uint4(w[0], w[1], w[2], w[3]);
 }
 
 // bf16 pairs from element `offset` of p.
@@ -55,12 +60,6 @@ DEVICE void load_f32(const void* p, i64 offset, float (&v)[VALUES]) {
             v[2 * i + 1] = TYPE == BF16 ? high_f32(w[i]) : f16_to_f32(u16(w[i] >> 16));
         }
     }
-}
-
-template <int WORDS>
-DEVICE void store_words(void* p, const u32 (&w)[WORDS]) {
-    typedef typename Vector<4 * WORDS>::type Access;
-    *reinterpret_cast<Access*>(p) = *reinterpret_cast<const Access*>(w);
 }
 
 // bf16 pairs to p.

@@ -1,0 +1,19 @@
+// Programmatic dependent launch (sm_90 and newer): a kernel may be scheduled while its predecessor in
+// the stream still runs. Both are no-ops in a launch without the attribute.
+#pragma once
+#include "common/types.cuh"
+
+// Waits until the predecessor has completed and its writes are visible. Every thread of every CTA
+// calls it before it touches memory, and before it exits: completion is passed on by nothing else.
+DEVICE void wait_for_predecessor() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
+// Lets the successor be scheduled; it waits for this kernel's end by itself.
+DEVICE void release_successor() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.launch_dependents;");
+#endif
+}
