@@ -48,6 +48,20 @@ def activation_peers(
     return {"vllm-two-kernel": two_kernels, "vllm-fused": fused}
 
 
+def two_kernels(x: Any, limit: float | None, ue8m0: bool) -> Any:
+    """vLLM's activation, clamped or not, then its quantizer."""
+    import torch
+    from vllm.model_executor.layers.fused_moe.activation import silu_and_mul_with_clamp
+    from vllm.model_executor.layers.quantization.utils.fp8_utils import per_token_group_quant_fp8
+
+    middle = torch.empty(x.shape[0], x.shape[1] // 2, device="cuda", dtype=torch.bfloat16)
+    if limit is None:
+        torch.ops._C.silu_and_mul(middle, x)
+    else:
+        silu_and_mul_with_clamp(middle, x, limit)
+    return per_token_group_quant_fp8(middle, 128, use_ue8m0=ue8m0)
+
+
 def quantizer_peers(ue8m0: bool) -> dict[str, Act]:
     """vLLM's group quantizer."""
     try:

@@ -109,7 +109,7 @@ DEVICE void compute_by_chunks(const Arguments& a, i64 chunk_rows) {
 }
 
 // No __restrict__: a load marked as invariant could be moved above the wait for the predecessor.
-extern "C" __global__ void __launch_bounds__(THREADS, PERSISTENT ? CTAS_PER_SM : 1) silu_and_mul_quant_fp8(
+extern "C" __global__ void __launch_bounds__(THREADS, CTAS_PER_SM) silu_and_mul_quant_fp8(
     const u16* gate_up,       // [R, 2H] bf16, rows gate_up_row_stride apart
     i64 gate_up_row_stride,                // elements
     const void* topk_ids,     // [R] IDS type, or unused

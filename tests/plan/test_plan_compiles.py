@@ -19,7 +19,7 @@ def test_a_layer_compiles_for(arch):
     device = DeviceInfo(arch, 132, SMEM[arch])
     report = store.build(layer_specs(device, K=512, N=256, num_experts=8, topk=2, clamp=True))
     assert report.failures == ()
-    assert len(report.cubins) == 10
+    assert len(report.cubins) > 10
 
 
 def test_cold_compile_of_a_layer_takes_seconds(monkeypatch, tmp_path):
