@@ -1,8 +1,9 @@
-"""Activation and quantization against vLLM's two kernels, byte for byte: ``python -m bench.bitwise``.
+"""Activation and quantization against vLLM's two kernels, byte for byte.
 
-10^8 random finite elements, and every finite bf16 value as gate and as up, with limit 10 and without,
-fp32 and power-of-two scales. Groups in which a product overflows are left out and counted: there the
-two differ on purpose (infinities get the NaN code here, and -448 or 448 there).
+``python -m bench.bitwise``: 10^8 random finite elements, and every finite bf16 value as gate and as
+up, with limit 10 and without, fp32 and power-of-two scales. Groups in which a product overflows are
+left out and counted: there the two differ on purpose (an infinity gets the NaN code here, and a
+finite one there).
 """
 
 from __future__ import annotations
