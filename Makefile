@@ -11,7 +11,7 @@ check:  ## style and types
 test:  ## everything that needs no GPU, and the rest where there is one
 	$(PYTHON) -m pytest
 
-gpu:  ## on an H200: the whole suite and its record, the demo, the sanitizers
-	$(PYTHON) -m pytest -p no:cacheprovider --record $(RESULTS)/tests.json
+gpu:  ## on an H200: the GPU suite and its record, the demo, the sanitizers
+	$(PYTHON) -m pytest -m gpu -p no:cacheprovider -p no:benchmark --record $(RESULTS)/tests.json
 	$(PYTHON) -m cumoe demo | tee $(RESULTS)/demo.txt
 	$(PYTHON) -m bench.sanitize --out $(RESULTS)/sanitizer.json

@@ -4,7 +4,8 @@
 //   q, scale = group quantization of y (common/group_quant.cuh)
 //
 // Row r is one (token, slot) pair. With IDS only the rows of experts on this rank are computed; the
-// others keep the bytes they had. Two strategies give the same bytes:
+// others keep the bytes they had. STEP selects both stages, which pass y in registers, or one of them,
+// which pass it through memory. Two strategies; all of these give the same bytes:
 //
 //   all groups at once, the shortest way through a small call
 //   PERSISTENT: CTAs walk chunks of rows, of which they first list the valid ones
@@ -15,9 +16,12 @@
 #include "ptx/pdl.cuh"
 
 static_assert(H > 0 && H % GROUP == 0, "H is a positive multiple of the group size");
+enum Step { BOTH = 0, ACTIVATE = 1, QUANTIZE = 2 };
+
 static_assert(THREADS % 32 == 0 && 32 % LANES == 0, "whole warps, whole groups");
 static_assert(!PACKED || UE8M0, "only power-of-two scales fit into exponent bytes");
 static_assert(!MAP || IDS, "an expert map needs ids to map");
+static_assert(STEP >= BOTH && STEP <= QUANTIZE, "which stages are compiled");
 static_assert(CLAMP >= NO_CLAMP && CLAMP <= FP32_CLAMP, "how the clamp is compiled");
 
 constexpr int GROUPS = H / GROUP;
@@ -28,6 +32,7 @@ struct Arguments {
     i64 gate_up_row_stride;
     const void* topk_ids;      // [R]
     const i32* expert_map;     // [num_experts]
+    u16* y;                    // [R, H] bf16
     u8* q;                     // [R, H] e4m3
     void* scale;
     i64 scale_row_stride, scale_group_stride;
@@ -41,24 +46,43 @@ DEVICE bool is_valid(const Arguments& a, i64 row) {
                                   a.num_local_experts) >= 0;
 }
 
+// y of this lane: from gate and up, or from memory; to memory if that is all there is to do.
+template <int LANES>
+DEVICE void activate_lane(const Arguments& a, i64 row, int group,
+                          u32 (&y)[Lane<LANES>::RUNS][Lane<LANES>::RUN / 2]) {
+    typedef Lane<LANES> L;
+    u16* y_row = a.y + row * H + group * GROUP;
+    if constexpr (STEP == QUANTIZE) {
+#pragma unroll
+        for (int r = 0; r < L::RUNS; r++) load_bf16x2<true>(y_row, L::column(r), y[r]);
+        return;
+    }
+    const u16* gate_row = a.gate_up + row * a.gate_up_row_stride + group * GROUP;
+    u32 gate[L::RUNS][L::RUN / 2], up[L::RUNS][L::RUN / 2];
+#pragma unroll
+    for (int r = 0; r < L::RUNS; r++) {
+        load_bf16x2<ALIGNED>(gate_row, L::column(r), gate[r]);
+        load_bf16x2<ALIGNED>(gate_row, H + L::column(r), up[r]);
+    }
+#pragma unroll
+    for (int r = 0; r < L::RUNS; r++) swiglu_lane<CLAMP, SCALED>(gate[r], up[r], a.swiglu, y[r]);
+    if constexpr (STEP == ACTIVATE) {
+#pragma unroll
+        for (int r = 0; r < L::RUNS; r++) store_bf16x2<true>(y_row + L::column(r), y[r]);
+    }
+}
+
 // One group by the LANES lanes that call it together; padding gets the scale 0.
 DEVICE void compute_group(const Arguments& a, i64 row, int group) {
     typedef Lane<LANES> L;
     float s = 0.0f;
     if (row < a.R && group < GROUPS) {
-        const u16* gate_row = a.gate_up + row * a.gate_up_row_stride + group * GROUP;
-        u32 gate[L::RUNS][L::RUN / 2], up[L::RUNS][L::RUN / 2], y[L::RUNS][L::RUN / 2];
-#pragma unroll
-        for (int r = 0; r < L::RUNS; r++) {
-            load_bf16x2<ALIGNED>(gate_row, L::column(r), gate[r]);
-            load_bf16x2<ALIGNED>(gate_row, H + L::column(r), up[r]);
-        }
+        u32 y[L::RUNS][L::RUN / 2];
+        activate_lane<LANES>(a, row, group, y);
+        if constexpr (STEP == ACTIVATE) return;
         float amax = 0.0f;
 #pragma unroll
-        for (int r = 0; r < L::RUNS; r++) {
-            swiglu_lane<CLAMP, SCALED>(gate[r], up[r], a.swiglu, y[r]);
-            amax = fmaxf(amax, amax_bf16x2(y[r]));
-        }
+        for (int r = 0; r < L::RUNS; r++) amax = fmaxf(amax, amax_bf16x2(y[r]));
         s = group_scale<UE8M0, true>(group_amax<LANES>(amax));
         const Divider<UE8M0, true> divide(s);
         u8* q = a.q + row * H + group * GROUP;
@@ -73,7 +97,7 @@ DEVICE void compute_group(const Arguments& a, i64 row, int group) {
             store_codes<ALIGNED>(q + L::column(r), codes);
         }
     }
-    if (L::index() == 0)
+    if (STEP != ACTIVATE && L::index() == 0)
         store_scale<PACKED>(a.scale, row, group, a.scale_row_stride, a.scale_group_stride, s);
 }
 
@@ -114,6 +138,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS_PER_SM) silu_and_mul_
     i64 gate_up_row_stride,                // elements
     const void* topk_ids,     // [R] IDS type, or unused
     const i32* expert_map,    // [num_experts] or unused
+    u16* y,                   // [R, H] bf16, or unused if STEP is BOTH
     u8* q,                    // [R, H] e4m3
     void* scale,              // [R_padded, GROUPS_PADDED] fp32 or exponent bytes
     i64 scale_row_stride,                  // elements
@@ -126,7 +151,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS_PER_SM) silu_and_mul_
     float limit,
     float alpha,
     float beta) {
-    const Arguments a{gate_up, gate_up_row_stride, topk_ids, expert_map, q, scale, scale_row_stride,
+    const Arguments a{gate_up, gate_up_row_stride, topk_ids, expert_map, y, q, scale, scale_row_stride,
                       scale_group_stride, R, R_padded, num_experts, num_local_experts,
                       Swiglu{limit, alpha, beta}};
     release_successor();

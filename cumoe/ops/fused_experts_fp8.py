@@ -209,7 +209,7 @@ def _launch(
     )  # fmt: skip
     run(
         plan.activate.step, where, stream,
-        slots, 2 * p.N, ids, expert_map, q, q_scale, p.N // GROUP_SIZE, 1,
+        slots, 2 * p.N, ids, expert_map, 0, q, q_scale, p.N // GROUP_SIZE, 1,
         num_slots, num_slots, p.num_experts, p.num_local_experts, plan.activate.chunk_rows,
         c.limit or 0.0, c.alpha, c.beta,
     )  # fmt: skip

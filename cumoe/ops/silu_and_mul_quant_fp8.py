@@ -7,6 +7,7 @@ from math import prod
 from typing import Any, NamedTuple
 
 from cumoe import reference
+from cumoe._settings import settings
 from cumoe.arrays.check import (
     require_contiguous,
     require_dtype,
@@ -15,7 +16,7 @@ from cumoe.arrays.check import (
     require_same_device,
 )
 from cumoe.arrays.exchange import optional_view, to_numpy, view
-from cumoe.arrays.view import Facts
+from cumoe.arrays.view import ArrayView, Facts
 from cumoe.errors import ArgumentError
 from cumoe.launch import device, memory, run
 from cumoe.ops import _inputs, _outputs
@@ -102,7 +103,7 @@ def silu_and_mul_quant_fp8(
     inputs = (("gate_up", x), ("topk_ids", ids), ("expert_map", map_view))
     require_no_overlap(out_view, "out", inputs)
     require_no_overlap(scale_view, "out_scale", inputs)
-    if call.plan is None:
+    if not call.plans:
         q, scale = reference.silu_and_mul_quant_fp8(
             to_numpy(x),
             limit=call.limit,
@@ -121,7 +122,7 @@ def silu_and_mul_quant_fp8(
             _outputs.deliver(scale_view, scale, x.framework),
         )
 
-    ordinal, layout, plan = x.device.ordinal, call.layout, call.plan
+    ordinal, layout = x.device.ordinal, call.layout
     with device.on_device(ordinal):
         if out_view is None:
             out = _outputs.new_output(x, call.out_shape, "e4m3")
@@ -129,12 +130,14 @@ def silu_and_mul_quant_fp8(
         if scale_view is None:
             out_scale = _outputs.new_scale(x, layout)
             scale_view = view(out_scale, "out_scale")
-        run.run(
-            plan.step, ordinal, memory.current_stream(x),
-            x.ptr, call.row_stride, _inputs.pointer_of(ids), _inputs.pointer_of(map_view),
-            out_view.ptr, scale_view.ptr, *layout.strides, call.R, call.rows,
-            call.num_experts, call.num_experts, plan.chunk_rows, call.limit or 0.0, alpha, beta,
-        )  # fmt: skip
+        y = 0 if len(call.plans) == 1 else _scratch(x, call)
+        for plan in call.plans:
+            run.run(
+                plan.step, ordinal, memory.current_stream(x),
+                x.ptr, call.row_stride, _inputs.pointer_of(ids), _inputs.pointer_of(map_view), y,
+                out_view.ptr, scale_view.ptr, *layout.strides, call.R, call.rows,
+                call.num_experts, call.num_experts, plan.chunk_rows, call.limit or 0.0, alpha, beta,
+            )  # fmt: skip
     return out, out_scale
 
 
@@ -148,8 +151,8 @@ class _Call(NamedTuple):
     limit: float | None
     out_shape: tuple[int, ...]
     layout: ScaleLayout
-    plan: planning.Plan | None
-    """None where the reference computes."""
+    plans: tuple[planning.Plan, ...]
+    """One launch; two with CUMOE_FUSED_ACT_QUANT=0; none where the reference computes."""
 
 
 @lru_cache(4096)
@@ -188,7 +191,7 @@ def _checked(
     if out_scale is not None:
         _inputs.require_scale_output(out_scale, layout)
     rows = layout.rows if out_scale is None else R  # a caller's padding may not exist
-    plan = None
+    plans: tuple[planning.Plan, ...] = ()
     if where.kind == "cuda":
         problem = planning.Problem(
             rows=rows,
@@ -201,8 +204,16 @@ def _checked(
             has_map=expert_map is not None,
             aligned=_inputs.is_aligned(x_start, row_stride, 2, 16) and out_start % 8 == 0,
         )
-        plan = planning.plan(problem, device.info(where.ordinal))
-    return _Call(R, rows, row_stride, experts, limit, out_shape, layout, plan)
+        halves = (planning.ACTIVATE, planning.QUANTIZE)
+        steps = (planning.BOTH,) if settings().fused_act_quant else halves
+        info = device.info(where.ordinal)
+        plans = tuple(planning.plan(problem._replace(step=step), info) for step in steps)
+    return _Call(R, rows, row_stride, experts, limit, out_shape, layout, plans)
+
+
+def _scratch(x: ArrayView, call: _Call) -> int:
+    """Memory for the activation between two launches: freed to the caller's allocator on return."""
+    return view(_outputs.new_output(x, call.out_shape, "bf16"), "scratch").ptr
 
 
 def _require_gate_up(x: Facts) -> tuple[int, int, int]:

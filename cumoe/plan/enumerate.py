@@ -164,11 +164,12 @@ def _op_steps(device: DeviceInfo, layer: Layer) -> Iterator[Step]:
             problem = quantize.Problem(rows, columns, x_type, scale_format, packed, aligned)
             yield quantize.plan(problem, device.arch)
     filters = [(None, False), *product(_IDS, _BOOL)]  # ids, has_map
-    for (scale_format, packed), clamp, scaled, (ids, has_map), aligned, rows in product(
-        scales, activate.CLAMPS, _BOOL, filters, _BOOL, activate.representative_rows(layer.N)
+    rows_of = activate.representative_rows(layer.N)
+    for (scale_format, packed), clamp, scaled, (ids, has_map), aligned, rows, step in product(
+        scales, activate.CLAMPS, _BOOL, filters, _BOOL, rows_of, activate.STEPS
     ):
         case = activate.Problem(
-            rows, layer.N, scale_format, packed, clamp, scaled, ids, has_map, aligned
+            rows, layer.N, scale_format, packed, clamp, scaled, ids, has_map, aligned, step
         )
         yield activate.plan(case, device).step
     experts = layer.num_experts

@@ -11,10 +11,13 @@ from cumoe.plan.device import DeviceInfo, has_dependent_launch
 from cumoe.plan.scales import GROUP_SIZE, ceil_to
 from cumoe.plan.spec import LaunchSpec, Step, kernel_spec
 
-ABI = "PqPPPPqqqqqqqfff"
+ABI = "PqPPPPPqqqqqqqfff"
 
 NO_CLAMP, BF16_CLAMP, FP32_CLAMP = CLAMPS = (0, 1, 2)
 """`Clamp` of ``kernels_src/common/swiglu.cuh``."""
+
+BOTH, ACTIVATE, QUANTIZE = STEPS = (0, 1, 2)
+"""`Step` of the kernel: fused, or one of the two halves that pass the activation through memory."""
 
 MAX_CHUNK_ROWS = 32
 """A warp tests one row a lane."""
@@ -77,6 +80,7 @@ class Problem(NamedTuple):
     has_map: bool
     aligned: bool
     """Whether every row of gate_up starts at a multiple of 16 bytes, and q at one of 8."""
+    step: int = BOTH
 
 
 class Plan(NamedTuple):
@@ -110,10 +114,10 @@ def plan(problem: Problem, device: DeviceInfo) -> Plan:
         "silu_and_mul_quant_fp8",
         device.arch,
         H=p.H,
-        UE8M0=p.scale_format == "ue8m0",
-        PACKED=p.packed,
-        CLAMP=p.clamp,
-        SCALED=p.scaled,
+        UE8M0=p.step != ACTIVATE and p.scale_format == "ue8m0",
+        PACKED=p.step != ACTIVATE and p.packed,
+        CLAMP=p.clamp if p.step != QUANTIZE else NO_CLAMP,
+        SCALED=p.step != QUANTIZE and p.scaled,
         IDS=ID_TYPE[p.ids],
         MAP=p.has_map,
         ALIGNED=p.aligned,
@@ -121,6 +125,7 @@ def plan(problem: Problem, device: DeviceInfo) -> Plan:
         THREADS=chosen.threads,
         PERSISTENT=chosen.ctas_per_sm > 0,
         CTAS_PER_SM=max(1, chosen.ctas_per_sm),
+        STEP=p.step,
     )
     grid, chunk_rows = -(-group_count(p) * chosen.lanes // chosen.threads), 1
     if chosen.ctas_per_sm:

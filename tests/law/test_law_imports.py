@@ -16,7 +16,7 @@ ROOMS = {
     "store": {"errors", "plan", "_settings"},
     "launch": {"errors", "plan", "arrays", "store"},
     "reference": {"errors"},
-    "ops": {"errors", "plan", "arrays", "launch", "reference"},
+    "ops": {"errors", "plan", "arrays", "launch", "reference", "_settings"},
 }
 # Third-party modules that only some rooms may import.
 RESERVED = {"cupy": {"launch", "store"}, "torch": {"launch", "arrays"}}

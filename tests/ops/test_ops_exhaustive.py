@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import cumoe
-from cumoe import reference
+from cumoe import _settings, reference
 from cumoe.plan import silu_and_mul_quant_fp8 as planning
 from tests.helpers.backends import BF16, CupyBackend
 from tests.helpers.compare import assert_bitwise_equal
@@ -138,3 +138,53 @@ def only(strategy: planning.Strategy) -> Iterator[None]:
     finally:
         planning.plan.cache_clear()
         activation._checked.cache_clear()
+
+
+@pytest.mark.parametrize("rows", [1, 7, 300, 3000])
+@pytest.mark.parametrize("layout", [("fp32", "row"), ("ue8m0", "packed"), ("fp32", "tma")])
+@pytest.mark.parametrize("filtered", [False, True])
+def test_two_steps_give_the_bytes_of_one(rows, layout, filtered, rng, monkeypatch):
+    backend = CupyBackend()
+    x = (rng.standard_normal((rows, 2048)) * 4).astype(np.float32).astype(BF16)
+    options = {"limit": 9.9, "alpha": 1.7, "scale_format": layout[0], "scale_layout": layout[1]}
+    if filtered:
+        options["topk_ids"] = backend.put(rng.integers(-1, 3, rows).astype(np.int64))
+    one = run_poisoned(backend, x, options)
+    monkeypatch.setenv("CUMOE_FUSED_ACT_QUANT", "0")
+    for memo in (_settings.settings, activation._checked):
+        memo.cache_clear()
+    two = run_poisoned(backend, x, options)
+    monkeypatch.undo()
+    for memo in (_settings.settings, activation._checked):
+        memo.cache_clear()
+    assert_bitwise_equal(one[0], two[0])
+    assert_bitwise_equal(one[1], two[1])
+
+
+def run_poisoned(backend: CupyBackend, x: np.ndarray, options: dict):
+    """Codes and scales on top of poison, whose rows that are skipped keep it."""
+    _, like = cumoe.silu_and_mul_quant_fp8(backend.put(x), **options)
+    out = backend.put(np.full((x.shape[0], x.shape[1] // 2), 0xAA, np.uint8))
+    like.data.memset(0x42, like.nbytes)
+    cumoe.silu_and_mul_quant_fp8(backend.put(x), out=out, out_scale=like, **options)
+    return backend.raw(out), backend.raw(like)
+
+
+def test_offsets_beyond_2_31_elements(rng):
+    """The last row of 4.3 GB of gate and up is the row computed alone."""
+    import torch
+
+    rows, H = 61_682, 17_408
+    x = torch.empty(rows, 2 * H, dtype=torch.bfloat16, device="cuda")
+    assert x.numel() > 2**31
+    x[-3:] = torch.from_numpy(rng.standard_normal((3, 2 * H))).to(x)
+    q, scale = cumoe.silu_and_mul_quant_fp8(x, limit=10.0)
+    alone_q, alone_scale = cumoe.silu_and_mul_quant_fp8(x[-1:], limit=10.0)
+    assert torch.equal(q[-1:].view(torch.uint8), alone_q.view(torch.uint8))
+    assert torch.equal(scale[-1:], alone_scale)
+    wide = x.view(-1)[: 2**31 + 4096 * 128].view(-1, 4096)
+    wide[-1] = torch.from_numpy(rng.standard_normal(4096)).to(x)
+    q, scale = cumoe.per_token_group_quant_fp8(wide)
+    alone_q, alone_scale = cumoe.per_token_group_quant_fp8(wide[-1:])
+    assert torch.equal(q[-1:].view(torch.uint8), alone_q.view(torch.uint8))
+    assert torch.equal(scale[-1:], alone_scale)
