@@ -182,7 +182,7 @@ def test_offsets_beyond_2_31_elements(rng):
     alone_q, alone_scale = cumoe.silu_and_mul_quant_fp8(x[-1:], limit=10.0)
     assert torch.equal(q[-1:].view(torch.uint8), alone_q.view(torch.uint8))
     assert torch.equal(scale[-1:], alone_scale)
-    wide = x.view(-1)[: 2**31 + 4096 * 128].view(-1, 4096)
+    wide = x.view(-1, 4096)
     wide[-1] = torch.from_numpy(rng.standard_normal(4096)).to(x)
     q, scale = cumoe.per_token_group_quant_fp8(wide)
     alone_q, alone_scale = cumoe.per_token_group_quant_fp8(wide[-1:])
