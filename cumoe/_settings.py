@@ -5,8 +5,12 @@ Read once, at first use, never at import and never in a call that has run before
 
 from __future__ import annotations
 
+import atexit
 import logging
 import os
+import shutil
+import sys
+import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
@@ -56,6 +60,24 @@ def settings() -> Settings:
     if found.log is not None:
         _log_to_stderr(found.log)
     return found
+
+
+@cache
+def make_room_for_cupy() -> OSError | None:
+    """Gives CuPy a temporary cache folder where it cannot make its own: its import would fail.
+
+    Nothing of ours is kept there. To be called before CuPy is imported; returns why it was needed.
+    """
+    if "cupy" in sys.modules or os.environ.get("CUPY_CACHE_DIR"):
+        return None
+    try:
+        os.makedirs(os.path.expanduser("~/.cupy/kernel_cache"), exist_ok=True)
+    except OSError as error:
+        folder = tempfile.mkdtemp(prefix="cumoe-cupy-")
+        atexit.register(shutil.rmtree, folder, ignore_errors=True)
+        os.environ["CUPY_CACHE_DIR"] = folder
+        return error
+    return None
 
 
 def _paths(text: str) -> list[str]:

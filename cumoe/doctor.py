@@ -10,7 +10,7 @@ from functools import cache
 from importlib import metadata
 from pathlib import Path
 
-from cumoe._settings import settings
+from cumoe._settings import make_room_for_cupy, settings
 from cumoe.errors import CumoeError, UnsupportedDeviceError
 from cumoe.launch import device, nvml
 from cumoe.plan.device import ARCHITECTURES, DeviceInfo
@@ -75,7 +75,7 @@ def _findings() -> Iterator[Finding]:
         if finding is not None:
             yield finding
             break  # what follows would only tell of the same fault again
-    for check in (gpu_is_unknown, gpu_is_hidden, cache_cannot_be_written):
+    for check in (cupy_has_no_folder, gpu_is_unknown, gpu_is_hidden, cache_cannot_be_written):
         finding = check()
         if finding is not None:
             yield finding
@@ -113,6 +113,19 @@ def _why_no_cupy(error: UnsupportedDeviceError) -> Finding:
             "CuPy is not installed: kernels can be neither compiled nor run.", _install()
         )
     return Finding(f"CuPy is installed but cannot be imported ({cause}).", _reinstall())
+
+
+def cupy_has_no_folder() -> Finding | None:
+    """A home in which CuPy cannot make its cache folder; cumoe gives it a temporary one."""
+    error = make_room_for_cupy()
+    if error is None:
+        return None
+    return Finding(
+        f"CuPy cannot make its cache folder ({error}): where other code imports it first, that "
+        "import fails.",
+        "Name a writable folder in CUPY_CACHE_DIR before Python starts.",
+        is_fatal=False,
+    )
 
 
 def nvrtc_is_missing() -> Finding | None:

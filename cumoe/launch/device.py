@@ -8,6 +8,7 @@ from functools import cache
 from types import TracebackType
 from typing import Any
 
+from cumoe._settings import make_room_for_cupy
 from cumoe.errors import UnsupportedDeviceError
 from cumoe.plan.device import DeviceInfo, architecture
 
@@ -30,6 +31,7 @@ os.register_at_fork(after_in_child=_after_fork)
 def cupy() -> Any:
     """CuPy, which only this room and NVRTC's caller import."""
     _refuse_after_fork()
+    make_room_for_cupy()
     try:
         import cupy
     except ImportError as error:

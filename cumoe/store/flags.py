@@ -16,6 +16,7 @@ def nvrtc_flags(arch: str) -> tuple[str, ...]:
         "-ftz=false",  # denormals are values
         "-prec-div=true",  # division rounds to nearest
         "-prec-sqrt=true",  # so does the square root
+        "--no-cache",  # the driver's cache behind ours: it would initialise CUDA, and forks end
         "-no-source-include",  # the working directory is no include path: nothing ambient
         "--ptxas-options=--warn-on-spills",  # a spill is a fault of the tile choice
     )

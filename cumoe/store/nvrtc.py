@@ -9,6 +9,7 @@ from functools import cache
 from importlib import metadata
 from typing import Any
 
+from cumoe._settings import make_room_for_cupy
 from cumoe.errors import CompileError, UnsupportedDeviceError
 
 logger = logging.getLogger("cumoe")
@@ -113,6 +114,7 @@ def _log(program: int) -> str:
 @cache
 def _nvrtc() -> Any:
     """CuPy's NVRTC module, with the library loaded."""
+    make_room_for_cupy()
     try:
         from cupy.cuda import nvrtc
 

@@ -278,7 +278,7 @@ def locked(tmp_path) -> Iterator[Path]:
 
 def test_a_read_only_home_in_a_real_process(locked, tmp_path):
     done = run_doctor(HOME=locked, CUMOE_CACHE_DIR=tmp_path / "kernels")
-    assert done.returncode == 1
+    assert done.returncode == 0  # kernels run: CuPy got a temporary folder
     assert f"Permission denied: '{locked}/.cupy'" in done.stderr
     assert "Name a writable folder in CUPY_CACHE_DIR" in done.stderr
 

@@ -14,7 +14,7 @@ ROOMS = {
     "arrays": {"errors"},
     "plan": {"errors"},
     "store": {"errors", "plan", "_settings"},
-    "launch": {"errors", "plan", "arrays", "store"},
+    "launch": {"errors", "plan", "arrays", "store", "_settings"},
     "reference": {"errors"},
     "ops": {"errors", "plan", "arrays", "launch", "reference", "_settings"},
 }
