@@ -35,13 +35,23 @@ def quantize_floor_us(device: str, rows: int, K: int) -> float | None:
     return rates and rows * K * (2 + 1 + 4 / 128) / rates.copy_bytes_per_us
 
 
+def experts_bytes(*, M: int, K: int, N: int, active: float) -> float:
+    """Active experts' weights, x and out once."""
+    return active * 3 * N * K + 2 * 2 * M * K
+
+
+def experts_flops(*, K: int, N: int, slots: float) -> float:
+    """Of both products, without any padding."""
+    return slots * 6 * N * K
+
+
 def experts_floor_us(
     device: str, *, M: int, K: int, N: int, active: float, slots: float
 ) -> float | None:
-    """Active experts' weights, x and out once; or the operations of all local slots."""
+    """The bytes at the reading rate, or the operations of all local slots."""
     rates = RATES.get(device)
     if rates is None:
         return None
-    moved = active * 3 * N * K + 2 * 2 * M * K
-    flops = slots * 6 * N * K
+    moved = experts_bytes(M=M, K=K, N=N, active=active)
+    flops = experts_flops(K=K, N=N, slots=slots)
     return max(rates.read_ramp_us + moved / rates.read_bytes_per_us, flops / rates.fp8_flops_per_us)
