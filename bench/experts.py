@@ -1,0 +1,263 @@
+"""The experts of a layer: ``python -m bench experts --shape glm-5.3-tp8 --m 1,2,4``."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from itertools import islice, product
+from statistics import mean
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from bench import peers, roofline, shapes
+from bench.harness import CALLS, host_us, measure
+from bench.peers import Layer, Moe
+from bench.read_only import reader
+from bench.record import name_of
+from bench.shapes import Shape
+from cumoe.checkpoint.accuracy import REFERENCE_ROW, row_errors
+
+CHECKED_TOKENS = 8
+INPUTS = 2
+"""Different x, used in turn."""
+SIGMA = 112.0
+"""Of the weights' codes: the largest of a block of 128 x 128 normal values is near 448."""
+
+
+class NotTimed(Exception):
+    """A row whose result is wrong."""
+
+
+class Case(NamedTuple):
+    """One row of the table."""
+
+    shape: str
+    m: int
+    routing: str = "uniform"
+    scale_format: str = "fp32"
+
+
+class Inputs(NamedTuple):
+    """What a call reads besides the weights: INPUTS of x, CALLS of the others."""
+
+    xs: list[Any]
+    weights: list[Any]
+    ids: list[Any]
+
+    def of(self, i: int) -> tuple[Any, Any, Any]:
+        """x, topk_weights and topk_ids of the i-th call."""
+        return self.xs[i % len(self.xs)], self.weights[i], self.ids[i]
+
+
+class Sample(NamedTuple):
+    """Tokens that are checked: the number of the call, the row in it, and what it must be."""
+
+    picks: list[tuple[int, int]]
+    want: Any
+
+
+def run(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """A row per shape, routing, scale format and number of tokens, each checked before timing."""
+    import torch
+
+    with peers.vllm_context() if arguments.peers else nullcontext():
+        for name in arguments.shape:
+            layer = make_layer(shapes.shape(name))
+            others = peers.experts_peers(arguments.peers, shapes.shape(name), layer)
+            for routing, fmt, m in product(arguments.routing, arguments.scale_format, arguments.m):
+                case = Case(name, m, routing, fmt)
+                try:
+                    yield row(case, layer, others if fmt == "fp32" else {})
+                except NotTimed as error:
+                    yield {**case._asdict(), "op": "fused_experts_fp8", "error": str(error)}
+            del layer, others
+            torch.cuda.empty_cache()
+
+
+def make_layer(s: Shape, device: str = "cuda") -> Layer:
+    """Weights as a checkpoint has them. Gate and up are normal; every 20th is beyond a limit."""
+    import torch
+
+    generator = torch.Generator(device).manual_seed(7)
+
+    def codes(rows: int, depth: int) -> Any:
+        count = s.num_local_experts or s.E
+        out = torch.empty(count, rows, depth, dtype=torch.float8_e4m3fn, device=device)
+        for expert in range(count):
+            normal = torch.randn(rows, depth, device=device, generator=generator)
+            out[expert].copy_((normal * SIGMA).clamp(-448, 448))
+        return out
+
+    def scales(w: Any, deviation: float) -> Any:
+        blocks = (w.shape[0], w.shape[1] // 128, w.shape[2] // 128)
+        spread = 0.75 + torch.rand(blocks, device=device, generator=generator) / 2
+        return spread * deviation / (SIGMA * w.shape[2] ** 0.5)
+
+    w1, w2 = codes(2 * s.N, s.K), codes(s.K, s.N)
+    gate = 1.0 if s.limit is None else s.limit / 2
+    return Layer(w1, w2, scales(w1, gate), scales(w2, 1.0), shapes.expert_map(s, device))
+
+
+def make_inputs(s: Shape, m: int, routing: str, device: str = "cuda") -> Inputs:
+    """Normal x, random router weights that sum to one, and a routing for each call of a graph."""
+    import torch
+
+    generator = torch.Generator(device).manual_seed(m)
+    named: dict[str, Any] = {"device": device, "generator": generator}
+    xs = [torch.randn(m, s.K, **named).bfloat16() for _ in range(INPUTS)]
+    weights = [torch.rand(m, s.topk, **named).softmax(-1) for _ in range(CALLS)]
+    ids = [shapes.routing(routing, m, s.E, s.topk, i, device) for i in range(CALLS)]
+    return Inputs(xs, weights, ids)
+
+
+def row(case: Case, layer: Layer, others: dict[str, Moe]) -> dict[str, Any]:
+    """Checks ours, then times ours, a kernel that only reads, and the peers. NotTimed if wrong."""
+    import torch
+
+    s, m = shapes.shape(case.shape), case.m
+    inputs = make_inputs(s, m, case.routing)
+    ours = caller(s, layer, inputs, case.scale_format)
+    buffers = {"out": torch.full_like(inputs.xs[0], torch.nan), "workspace": None}
+    buffers["workspace"] = new_workspace(s, layer, inputs, case.scale_format, buffers["out"])
+    given = lambda i: ours(i, **buffers)  # noqa: E731
+    sample = make_sample(s, layer, inputs, case.scale_format)
+    error = checked_error(given, sample)
+    timing = measure(given)
+    local = [local_slots(ids, layer.expert_map) for ids in inputs.ids]
+    used = [np.unique(experts) for experts in local]
+    return {
+        "op": "fused_experts_fp8", **case._asdict(),
+        **figures(s, m, timing.us, [len(u) for u in used], [len(x) for x in local]),
+        "p20": timing.p20, "p80": timing.p80, "host_us": timing.host_us,
+        "host_us_allocating": round(host_us(ours), 2),
+        "read_only_us": measure(reader(read_only_inputs(layer, inputs, used))).us,
+        "max_row_error": error,
+        **peer_figures(others, inputs, sample, name_of(case._asdict())),
+    }  # fmt: skip
+
+
+def caller(s: Shape, layer: Layer, inputs: Inputs, scale_format: str) -> Callable[..., Any]:
+    """``call(i, **buffers)``: our op on the i-th input."""
+    import cumoe
+
+    def call(i: int, **buffers: Any) -> Any:
+        x, weights, ids = inputs.of(i)
+        return cumoe.fused_experts_fp8(
+            x, layer.w1, layer.w2, weights, ids, w1_scale=layer.w1_scale, w2_scale=layer.w2_scale,
+            scale_format=scale_format, swiglu_limit=s.limit, expert_map=layer.expert_map, **buffers,
+        )  # fmt: skip
+
+    return call
+
+
+def new_workspace(s: Shape, layer: Layer, inputs: Inputs, scale_format: str, out: Any) -> Any:
+    """As many bytes as the plan of these calls wants."""
+    import torch
+
+    from cumoe.launch import device
+    from cumoe.ops._experts_inputs import checked_inputs
+    from cumoe.plan import fused_experts_fp8 as planning
+
+    x, weights, ids = inputs.of(0)
+    checked = checked_inputs(
+        x, layer.w1, layer.w2, weights, ids, w1_scale=layer.w1_scale, w2_scale=layer.w2_scale,
+        block_shape=(128, 128), scale_format=scale_format, swiglu_limit=s.limit, swiglu_alpha=1.0,
+        swiglu_beta=0.0, num_experts=None, expert_map=layer.expert_map,
+        apply_router_weight_on_input=False, routed_scaling_factor=1.0, workspace=None, out=out,
+    ).checked  # fmt: skip
+    plan = planning.plan(checked.problem, device.info(x.device.index))
+    return torch.empty(plan.workspace.total, dtype=torch.uint8, device=x.device)
+
+
+def make_sample(s: Shape, layer: Layer, inputs: Inputs, scale_format: str) -> Sample:
+    """Up to CHECKED_TOKENS tokens spread over a call, or over several, and their reference.
+
+    CPU arrays are computed by the reference; it gets only the experts that these tokens use.
+    """
+    import torch
+
+    import cumoe
+
+    m = len(inputs.ids[0])
+    rows = np.unique(np.linspace(0, m - 1, CHECKED_TOKENS).astype(int)).tolist()
+    picks = list(islice(product(range(CALLS), rows), CHECKED_TOKENS))
+    x, weights, ids = (
+        torch.stack(parts).cpu()
+        for parts in zip(*([a[t] for a in inputs.of(i)] for i, t in picks), strict=True)
+    )
+    local = ids if layer.expert_map is None else layer.expert_map.cpu()[ids.long()]
+    needed = torch.unique(torch.where(local < 0, 0, local)).long()
+    compact = torch.where(local < 0, -1, torch.searchsorted(needed, local.long())).int()
+
+    def part(a: Any) -> Any:  # as bytes: not every operation takes e4m3
+        return a.view(torch.uint8)[needed.to(a.device)].cpu().view(a.dtype)
+
+    want = cumoe.fused_experts_fp8(
+        x, part(layer.w1), part(layer.w2), weights, compact, w1_scale=part(layer.w1_scale),
+        w2_scale=part(layer.w2_scale), scale_format=scale_format, swiglu_limit=s.limit,
+    )  # fmt: skip
+    return Sample(picks, want.float().numpy())
+
+
+def checked_error(call: Callable[[int], Any], sample: Sample) -> float:
+    """Largest row error. Raises NotTimed where that is more than a right result has."""
+    error = worst_error(call, sample)
+    if not error < REFERENCE_ROW:  # NaN fails too
+        raise NotTimed(f"row error {error:.2e}, want below {REFERENCE_ROW:g}: not timed")
+    return error
+
+
+def worst_error(call: Callable[[int], Any], sample: Sample) -> float:
+    """norm(out - reference) / norm(reference) of the worst of the sampled tokens."""
+    got = np.stack([call(i)[t].float().cpu().numpy() for i, t in sample.picks])
+    return float(row_errors(got, sample.want).max())
+
+
+def local_slots(ids: Any, expert_map: Any) -> Any:
+    """The local experts that a routing names, one for each slot that is on this rank."""
+    local = (ids if expert_map is None else expert_map[ids.long()]).flatten()
+    return local[local >= 0].cpu().numpy()
+
+
+def read_only_inputs(layer: Layer, inputs: Inputs, used: list[Any]) -> Iterator[list[Any]]:
+    """For each call its x and the weights of the experts that it uses."""
+    for i, experts in enumerate(used):
+        weights = [w[e] for e in experts.tolist() for w in (layer.w1, layer.w2)]
+        yield [*weights, inputs.of(i)[0]]
+
+
+def figures(s: Shape, m: int, us: float, active: list[int], slots: list[int]) -> dict[str, Any]:
+    """Sizes, floor and rates; experts and slots are means over the routings of a graph."""
+    import torch
+
+    named: dict[str, Any] = {"K": s.K, "N": s.N}
+    a, k = mean(active), mean(slots)
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else ""
+    floor = roofline.experts_floor_us(device, M=m, active=a, slots=k, **named)
+    return {
+        "E": s.E, **named, "topk": s.topk, "limit": s.limit,
+        "num_local_experts": s.num_local_experts or s.E, "active": round(a, 2),
+        "slots": round(k, 2), "us": us, "floor_us": floor and round(floor, 2),
+        "tflops": round(roofline.experts_flops(slots=k, **named) / us / 1e6, 2),
+        "tbytes_s": round(roofline.experts_bytes(M=m, active=a, **named) / us / 1e6, 3),
+    }  # fmt: skip
+
+
+def peer_figures(
+    others: dict[str, Moe], inputs: Inputs, sample: Sample, where: str
+) -> dict[str, Any]:
+    """Each peer's time, host time and error; the last is recorded, not judged."""
+    found: dict[str, dict[str, float]] = {"peers": {}, "peers_host_us": {}, "peers_row_error": {}}
+    for name, peer in others.items():
+        call = lambda i, peer=peer: peer(*inputs.of(i))  # noqa: E731
+        try:
+            error, timing = worst_error(call, sample), measure(call)
+        except Exception as failure:  # noqa: BLE001 - whatever foreign code raises
+            print(f"{name}: left out of {where} ({type(failure).__name__}: {failure})")
+            continue
+        found["peers"][name] = timing.us
+        found["peers_host_us"][name] = timing.host_us
+        found["peers_row_error"][name] = round(error, 5) if np.isfinite(error) else 1.0
+    return found
