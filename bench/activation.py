@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from itertools import product
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from bench import peers, roofline
+from bench import peers, roofline, shapes
 from bench.harness import CALLS, measure
 from bench.read_only import reader
 
@@ -43,18 +45,29 @@ def cases(quick: bool) -> Iterator[Case]:
         yield Case(2048, 6 * tokens, "map", 6, 256, "ue8m0")
 
 
-def run(arguments: argparse.Namespace) -> list[dict[str, Any]]:
+def layer_cases(names: list[str], tokens: list[int]) -> Iterator[Case]:
+    """The activation of layers by their shapes' names; with part of the experts: 1/8 local."""
+    for s, m in product([shapes.shape(name) for name in names], tokens):
+        yield Case(s.N, s.topk * m, "map" if s.num_local_experts else None, s.topk, s.E)
+
+
+def run(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """All rows, each checked before it is timed."""
     import torch
 
-    device = torch.cuda.get_device_name()
-    with peers.vllm_context():
-        rows = [_activation_row(case, device) for case in cases(arguments.quick)]
-        rows += [_quantizer_row(M, K, device) for M, K in QUANTIZER]
-    return rows
+    device, named = torch.cuda.get_device_name(), arguments.peers
+    with peers.vllm_context() if named else nullcontext():
+        if arguments.shape:
+            for case in layer_cases(arguments.shape, arguments.m):
+                yield _activation_row(case, device, named)
+            return
+        for case in cases(arguments.quick):
+            yield _activation_row(case, device, named)
+        for M, K in QUANTIZER:
+            yield _quantizer_row(M, K, device, named)
 
 
-def _activation_row(case: Case, device: str) -> dict[str, Any]:
+def _activation_row(case: Case, device: str, named: list[str]) -> dict[str, Any]:
     import torch
 
     import cumoe
@@ -91,7 +104,7 @@ def _activation_row(case: Case, device: str) -> dict[str, Any]:
         "floor_us": _rounded(roofline.activation_floor_us(device, len(local), c.H)),
         "read_only_us": measure(reader([[x] for x in xs * CALLS][:CALLS])).us,
         "max_row_error": wrong,
-        "peers": {name: measure(_rotating(f, xs)).us for name, f in others.items()},
+        "peers": {n: measure(_rotating(f, xs)).us for n, f in others.items() if n in named},
     }  # fmt: skip
     if c.filter:
         some = [x[: len(local)] for x in xs]
@@ -144,7 +157,7 @@ def _wrong_bytes(x: Any, result: Any, local: list[int], c: Case) -> float:
     return wrong
 
 
-def _quantizer_row(M: int, K: int, device: str) -> dict[str, Any]:
+def _quantizer_row(M: int, K: int, device: str, named: list[str]) -> dict[str, Any]:
     import torch
 
     import cumoe
@@ -163,7 +176,9 @@ def _quantizer_row(M: int, K: int, device: str) -> dict[str, Any]:
         "floor_us": _rounded(roofline.quantize_floor_us(device, M, K)),
         "read_only_us": measure(reader([[x] for x in xs * CALLS][:CALLS])).us,
         "peers": {
-            name: measure(_rotating(f, xs)).us for name, f in peers.quantizer_peers(False).items()
+            n: measure(_rotating(f, xs)).us
+            for n, f in peers.quantizer_peers(False).items()
+            if n in named
         },
     }  # fmt: skip
 
