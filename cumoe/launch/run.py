@@ -6,14 +6,14 @@ import threading
 
 from cumoe.launch import driver
 from cumoe.launch.module import function
-from cumoe.plan.spec import KernelSpec, Step
+from cumoe.plan.spec import Step
 
 
 class _Launchers(threading.local):
     """A thread's own launchers: the driver reads a launcher's memory while the thread waits."""
 
     def __init__(self) -> None:
-        self.made: dict[tuple[KernelSpec, str, int], driver.Launcher] = {}
+        self.made: dict[tuple[str, str, int], driver.Launcher] = {}
 
 
 _launchers = _Launchers()
@@ -24,7 +24,7 @@ def run(step: Step, device: int, stream: int, *arguments: float) -> None:
     kernel, entry, launch, _ = step
     if launch.grid == 0:
         return
-    launcher = _launchers.made.get((kernel, entry, device))
+    launcher = _launchers.made.get((kernel.text, entry, device))
     if launcher is None:
         launcher = _make(step, device, stream)
     code = launcher(launch.grid, stream, arguments)
@@ -41,5 +41,5 @@ def _make(step: Step, device: int, stream: int) -> driver.Launcher:
         step.abi,
         overlap=launch.overlap,
     )
-    _launchers.made[step.kernel, step.entry, device] = launcher
+    _launchers.made[step.kernel.text, step.entry, device] = launcher
     return launcher
