@@ -75,6 +75,8 @@ def model_from_config(path: str | Path) -> Model:
         config.hidden_size,
         config.intermediate_size,
         swiglu_limit=config.swiglu_limit,
+        swiglu_alpha=config.swiglu_alpha,
+        swiglu_beta=config.swiglu_beta,
         scale_format=config.scale_format,
     )
 

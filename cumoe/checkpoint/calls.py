@@ -53,6 +53,8 @@ def apply(op: Callable[..., Any], experts: Experts, case: Case, **options: Any) 
         w1_scale=experts.w1_scale,
         w2_scale=experts.w2_scale,
         swiglu_limit=case.config.swiglu_limit,
+        swiglu_alpha=case.config.swiglu_alpha,
+        swiglu_beta=case.config.swiglu_beta,
         routed_scaling_factor=case.config.routed_scaling_factor,
         **options,
     )

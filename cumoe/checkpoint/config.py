@@ -28,6 +28,8 @@ _EXPERTS = ("n_routed_experts", "num_experts", "num_local_experts")
 
 _SCALE_FORMATS = {"ue8m0": "ue8m0", "float": "fp32", "float32": "fp32", "fp32": "fp32"}
 _BLOCK = [128, 128]
+_SILU = ("silu", "swish")
+_OTHER_RELEASE = "load the release with dynamic block-FP8 activations"
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +46,8 @@ class MoeConfig:
     """Whether a token's weights are divided by their sum; None counts as yes."""
     routed_scaling_factor: float | None = None
     swiglu_limit: float | None = None
+    swiglu_alpha: float = 1.0
+    swiglu_beta: float = 0.0
     scale_format: str | None = None
     """``fp32`` or ``ue8m0``: the scales that the activations get."""
     n_group: int | None = None
@@ -55,7 +59,8 @@ def read_config(folder: Path, *, hidden: int, intermediate: int, experts: int) -
     """The layer's MoeConfig from ``folder/config.json``, or its sizes alone where there is none.
 
     Names as in the configurations of DeepSeek-V3, GLM-4.5, GLM-5 and Qwen3-MoE. Raises
-    CheckpointError where a value has the wrong type, or a size is not that of the tensors.
+    CheckpointError where a value has the wrong type, a size is not that of the tensors, or the
+    layer computes something else than these kernels do.
     """
     path = folder / "config.json"
     if not path.is_file():
@@ -71,7 +76,7 @@ def read_model_config(path: Path) -> MoeConfig:
     """The MoeConfig of a model whose tensors are not at hand, from its ``config.json`` or folder.
 
     The sizes are those that the file states; ``top_k`` is never None. Raises CheckpointError where
-    one is missing or has the wrong type.
+    one is missing or has the wrong type, or the layer computes something else.
     """
     values = _Values(path / "config.json" if path.is_dir() else path)
     # Models without dense layers (MiniMax-M2) call the size of an expert intermediate_size.
@@ -83,7 +88,8 @@ def read_model_config(path: Path) -> MoeConfig:
 
 
 def _config(values: _Values, hidden: int, intermediate: int, experts: int) -> MoeConfig:
-    values.require_blocks()
+    values.require_silu()
+    values.require_dynamic_block_fp8()
     grouped = values.get(str, "topk_method") != "greedy"
     return MoeConfig(
         hidden,
@@ -94,6 +100,8 @@ def _config(values: _Values, hidden: int, intermediate: int, experts: int) -> Mo
         norm_topk_prob=values.get(bool, "norm_topk_prob"),
         routed_scaling_factor=values.get(float, "routed_scaling_factor"),
         swiglu_limit=values.get(float, "swiglu_limit"),
+        swiglu_alpha=values.get(float, "swiglu_alpha", default=1.0),
+        swiglu_beta=values.get(float, "swiglu_beta", default=0.0),
         scale_format=values.scale_format(),
         n_group=values.get(int, "n_group") if grouped else None,
         topk_group=values.get(int, "topk_group") if grouped else None,
@@ -108,14 +116,13 @@ class _Values:
         whole = read_json(path)
         text = whole.get("text_config")
         self.raw: dict[str, Any] = whole | text if isinstance(text, dict) else whole
-        quantization = self.raw.get("quantization_config")
-        self.quantization = quantization if isinstance(quantization, dict) else {}
+        self.quantization = self._mapping("quantization_config")
 
-    def get(self, kind: type, *names: str) -> Any:
-        """The first of ``names`` that is there, as ``kind``; None where it is absent or null."""
+    def get(self, kind: type, *names: str, default: Any = None) -> Any:
+        """The first of ``names``, as ``kind``; ``default`` where all are absent or null."""
         name = next((n for n in names if self.raw.get(n) is not None), None)
         if name is None:
-            return None
+            return default
         value = self.raw[name]
         fits = type(value) is kind or (kind is float and type(value) is int)
         if not fits:
@@ -143,7 +150,16 @@ class _Values:
             )
         return size
 
-    def require_blocks(self) -> None:
+    def require_silu(self) -> None:
+        act = self.get(str, "hidden_act")
+        if act not in (None, *_SILU):
+            raise self._wrong("hidden_act", "silu", act, "other activations are not supported")
+
+    def require_dynamic_block_fp8(self) -> None:
+        for name, wanted in (("quant_method", "fp8"), ("activation_scheme", "dynamic")):
+            found = self.quantization.get(name)
+            if found not in (None, wanted):
+                raise self._wrong(f"quantization_config.{name}", wanted, found, _OTHER_RELEASE)
         block = self.quantization.get("weight_block_size")
         if block not in (None, _BLOCK):
             raise self._wrong(
@@ -159,6 +175,14 @@ class _Values:
         if name is not None and name not in _SCALE_FORMATS:
             raise self._wrong("scale_fmt", "ue8m0 or fp32", name, "this format is not supported")
         return None if name is None else _SCALE_FORMATS[name]
+
+    def _mapping(self, name: str) -> dict[str, Any]:
+        value = self.raw.get(name)
+        if value is None:
+            return {}
+        if not isinstance(value, dict):
+            raise self._wrong(name, "an object", value, "correct it")
+        return value
 
     def _wrong(self, name: str, wanted: str, found: Any, remedy: str) -> CheckpointError:
         return CheckpointError(f"{self.path}: {name}: wanted {wanted}, found {found!r}; {remedy}")

@@ -37,11 +37,20 @@ def write_demo(folder: str | Path, *, seed: int = 0) -> Path:
     8 experts, hidden size 512, intermediate size 256, two experts per token, with a router, a
     correction bias and a ``config.json``: about 3 MB. The same seed gives the same file.
 
-    Raises: CheckpointError where the folder holds a checkpoint already: it is not overwritten.
+    Raises: CheckpointError where the folder cannot be written, or holds a checkpoint already: it
+    is not overwritten.
     """
-    from safetensors.numpy import save_file
+    try:
+        return _write(Path(folder), demo_tensors(seed))
+    except OSError as error:
+        raise CheckpointError(
+            f"{folder}: wanted a folder that can be written, got: {error.strerror}; name another"
+        ) from error
 
-    folder = Path(folder)
+
+def _write(folder: Path, tensors: dict[str, Array]) -> Path:
+    from safetensors.numpy import save
+
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / "model.safetensors"
     for file in (path, folder / "config.json"):
@@ -49,7 +58,7 @@ def write_demo(folder: str | Path, *, seed: int = 0) -> Path:
             raise CheckpointError(
                 f"{file}: wanted a folder without a checkpoint, found one; name another folder"
             )
-    save_file(demo_tensors(seed), path)
+    path.write_bytes(save(tensors))  # save_file would make it private, whatever the umask
     (folder / "config.json").write_text(json.dumps(_CONFIG, indent=2) + "\n")
     return path
 

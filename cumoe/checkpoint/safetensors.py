@@ -6,8 +6,10 @@ header gives each tensor's dtype, shape and its first and one-past-last byte aft
 
 from __future__ import annotations
 
+import errno
 import json
 import mmap
+import stat
 from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple, TypeGuard
@@ -68,6 +70,7 @@ class SafetensorsFile:
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
         try:
+            require_regular(self.path)
             with self.path.open("rb") as stream:
                 size = stream.seek(0, 2)
                 stream.seek(0)
@@ -96,6 +99,12 @@ class SafetensorsFile:
         raw: Array = np.frombuffer(self._map, np.uint8)[info.start : info.stop]
         tensor: Array = raw.view(dtype).reshape(info.shape)
         return tensor
+
+
+def require_regular(path: Path) -> None:
+    """Raises OSError for what is no file, or a pipe: opening one would wait for its writer."""
+    if not stat.S_ISREG(path.stat().st_mode):
+        raise OSError(errno.EINVAL, "it is no regular file")
 
 
 def _header_bytes(path: Path, prefix: bytes, size: int) -> int:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from cumoe.checkpoint.safetensors import Array, SafetensorsFile
+from cumoe.checkpoint.safetensors import Array, SafetensorsFile, require_regular
 from cumoe.errors import CheckpointError
 
 _INDEX = "model.safetensors.index.json"
@@ -114,6 +114,7 @@ def _plain(path: Path, name: str, file: Any) -> str:
 def read_json(path: Path) -> dict[str, Any]:
     """A JSON object from a file. Raises CheckpointError if it is none."""
     try:
+        require_regular(path)
         value = json.loads(path.read_bytes())
     except OSError as error:
         raise CheckpointError(

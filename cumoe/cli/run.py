@@ -101,6 +101,8 @@ def _config_rows(c: MoeConfig, tokens: int, router: str) -> list[Row]:
     experts, k, n = c.num_experts, c.hidden_size, c.intermediate_size
     factor = f"factor {c.routed_scaling_factor:g}"
     limit = "no limit" if c.swiglu_limit is None else f"limit {c.swiglu_limit:g}"
+    if (c.swiglu_alpha, c.swiglu_beta) != (1.0, 0.0):
+        limit += f", alpha {c.swiglu_alpha:g}, beta {c.swiglu_beta:g}"
     return [
         ("shapes", f"x [{tokens}, {k}], w1 [{experts}, {2 * n}, {k}], w2 [{experts}, {k}, {n}]"),
         ("routing", f"top {c.top_k} by {c.scoring}, {router} router, {factor}"),

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from cumoe.plan.spec import KernelSpec
 
+_MOST = 10**18 - 1
+
 
 def count(text: str) -> int:
     """1, 2, 3, ..."""
@@ -73,7 +75,12 @@ def kernel(text: str) -> KernelSpec:
 
 def _integer(text: str, least: int) -> int:
     if not re.fullmatch(r"\d{1,18}", text, re.ASCII) or int(text) < least:
-        raise argparse.ArgumentTypeError(f"wanted an integer of at least {least}, got {text!r}")
+        bounds = (
+            f"from {least} to {_MOST}"
+            if text.isdecimal() and len(text) > 18
+            else f"of at least {least}"
+        )
+        raise argparse.ArgumentTypeError(f"wanted an integer {bounds}, got {text!r}")
     return int(text)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import ml_dtypes
 import numpy as np
 import pytest
@@ -56,3 +58,24 @@ def test_another_checkpoint_is_not_overwritten(tmp_path, name):
         write_demo(tmp_path)
     assert [p.name for p in tmp_path.iterdir()] == [name]
     assert (tmp_path / name).read_text() == "precious"
+
+
+def test_a_folder_that_cannot_be_made_is_named(tmp_path):
+    (tmp_path / "file").touch()
+    folder = tmp_path / "file" / "below"
+    with pytest.raises(CheckpointError) as error:
+        write_demo(folder)
+    assert str(error.value) == (
+        f"{folder}: wanted a folder that can be written, got: Not a directory; name another"
+    )
+
+
+@pytest.mark.parametrize(("mask", "mode"), [(0o022, 0o644), (0o077, 0o600)])
+def test_both_files_have_the_mode_of_the_umask(tmp_path, mask, mode):
+    before = os.umask(mask)
+    try:
+        write_demo(tmp_path)
+    finally:
+        os.umask(before)
+    modes = {file.name: file.stat().st_mode & 0o777 for file in tmp_path.iterdir()}
+    assert modes == {"model.safetensors": mode, "config.json": mode}

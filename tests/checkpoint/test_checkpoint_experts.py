@@ -361,6 +361,17 @@ CONFIG_ERRORS = {
         r"wanted \[128, 128\], found \[64, 128\]",
     ),
     "scale_fmt": ({"quantization_config": {"scale_fmt": "e5m3"}}, "wanted ue8m0 or .* 'e5m3'"),
+    "hidden_act": ({"hidden_act": "gelu"}, "wanted silu, found 'gelu'"),
+    "quantization_config": ({"quantization_config": "fp8"}, "wanted an object, found 'fp8'"),
+    "quantization_config.quant_method": (
+        {"quantization_config": {"quant_method": "gptq"}},
+        "wanted fp8, found 'gptq'",
+    ),
+    "quantization_config.activation_scheme": (
+        {"quantization_config": {"activation_scheme": "static"}},
+        "wanted dynamic, found 'static'",
+    ),
+    "swiglu_alpha": ({"swiglu_alpha": "1.7"}, "wanted a value of type float, found '1.7'"),
 }
 
 
@@ -370,6 +381,19 @@ def test_a_wrong_config_names_file_and_value(tmp_path, name):
     path = save(tmp_path, layer(0), DEEPSEEK_V3 | changes)
     with pytest.raises(CheckpointError, match=rf"config\.json: {name}.*{message}"):
         load_experts(path, 0)
+
+
+@pytest.mark.parametrize("act", ["silu", "swish", None])
+def test_silu_by_any_of_its_names(tmp_path, act):
+    quantization = {"quant_method": "fp8", "activation_scheme": "dynamic"}
+    changes = {"hidden_act": act, "quantization_config": quantization}
+    assert load_experts(save(tmp_path, layer(0), DEEPSEEK_V3 | changes), 0).config.top_k == 2
+
+
+def test_swiglu_of_the_config(tmp_path):
+    changes = {"swiglu_alpha": 1.702, "swiglu_beta": 1}
+    config = load_experts(save(tmp_path, layer(0), DEEPSEEK_V3 | changes), 0).config
+    assert (config.swiglu_alpha, config.swiglu_beta) == (1.702, 1.0)
 
 
 def test_a_config_that_is_no_json(tmp_path):

@@ -100,6 +100,28 @@ def test_an_op_that_forgets_the_clamp_fails(demo, monkeypatch):
     assert run_layer(demo, CPU).errors.failures
 
 
+def test_alpha_and_beta_of_the_config_reach_the_op(tmp_path, monkeypatch):
+    write_demo(tmp_path)
+    file = tmp_path / "config.json"
+    changed = json.loads(file.read_text()) | {"swiglu_alpha": 1.702, "swiglu_beta": 1}
+    file.write_text(json.dumps(changed))
+    right, seen = cumoe.fused_experts_fp8, set()
+
+    def spy(*args, **kwargs):
+        seen.add((kwargs["swiglu_alpha"], kwargs["swiglu_beta"]))
+        return right(*args, **kwargs)
+
+    monkeypatch.setattr(cumoe, "fused_experts_fp8", spy)
+    assert run_layer(tmp_path, CPU).errors.failures == ()
+    assert seen == {(1.702, 1.0)}
+
+    def forgetful(*args, swiglu_alpha, swiglu_beta, **kwargs):
+        return right(*args, **kwargs)
+
+    monkeypatch.setattr(cumoe, "fused_experts_fp8", forgetful)
+    assert run_layer(tmp_path, CPU).errors.failures
+
+
 def test_a_token_that_sees_another_fails(demo, monkeypatch):
     def leak(out) -> None:
         out[1:] += out[:-1] / 64

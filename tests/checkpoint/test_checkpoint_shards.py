@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import numpy as np
@@ -99,3 +100,10 @@ def test_a_folder_that_names_no_checkpoint(tmp_path, files, message):
         save_file({"x": np.ones(1)}, tmp_path / file)
     with pytest.raises(CheckpointError, match=message):
         open_checkpoint(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["pipe.safetensors", "pipe.json"])
+def test_a_pipe_is_refused_and_not_waited_for(tmp_path, name):
+    os.mkfifo(tmp_path / name)
+    with pytest.raises(CheckpointError, match=rf"{name}: wanted .* got: it is no regular file; "):
+        open_checkpoint(tmp_path / name)

@@ -104,7 +104,11 @@ def test_options_reach_the_run(monkeypatch):
         (["run", "f", "--layer", "-1"], "--layer: wanted an integer of at least 0, got '-1'"),
         (["run", "f", "--seed", "1.5"], "--seed: wanted an integer of at least 0, got '1.5'"),
         (["run", "f", "--top-k", "many"], "--top-k: wanted an integer of at least 1, got 'many'"),
-        (["run", "f", "--tokens", "9" * 30], "--tokens: wanted an integer"),
+        (["run", "f", "--tokens", "9" * 30], "--tokens: wanted an integer from 1 to 9999999"),
+        (
+            ["run", "f", "--seed", "9" * 20],
+            "--seed: wanted an integer from 0 to 999999999999999999",
+        ),
         (["run", "f", "--swiglu-limit", "0"], "--swiglu-limit: wanted a positive number or inf"),
         (["run", "f", "--swiglu-limit", "nan"], "--swiglu-limit: wanted a positive number or inf"),
         (["run", "f", "--swiglu-limit", "x"], "--swiglu-limit: wanted a number, got 'x'"),
