@@ -102,7 +102,7 @@ def _activation_row(case: Case, device: str, named: list[str]) -> dict[str, Any]
         "us": timing.us, "p20": timing.p20, "p80": timing.p80, "host_us": timing.host_us,
         "host_us_allocating": measure(_rotating(allocating, xs)).host_us,
         "floor_us": _rounded(roofline.activation_floor_us(device, len(local), c.H)),
-        "read_only_us": measure(reader([[x] for x in xs * CALLS][:CALLS])).us,
+        "read_only_us": measure(reader([[x[local]] for x in xs * CALLS][:CALLS])).us,
         "max_row_error": wrong,
         "peers": {n: measure(_rotating(f, xs)).us for n, f in others.items() if n in named},
     }  # fmt: skip

@@ -157,15 +157,13 @@ def new_workspace(s: Shape, layer: Layer, inputs: Inputs, scale_format: str, out
     import torch
 
     from cumoe.launch import device
-    from cumoe.ops._experts_inputs import checked_inputs
+    from cumoe.ops._experts_inputs import checked_inputs, scalars
     from cumoe.plan import fused_experts_fp8 as planning
 
     x, weights, ids = inputs.of(0)
     checked = checked_inputs(
-        x, layer.w1, layer.w2, weights, ids, w1_scale=layer.w1_scale, w2_scale=layer.w2_scale,
-        block_shape=(128, 128), scale_format=scale_format, swiglu_limit=s.limit, swiglu_alpha=1.0,
-        swiglu_beta=0.0, num_experts=None, expert_map=layer.expert_map,
-        apply_router_weight_on_input=False, routed_scaling_factor=1.0, workspace=None, out=out,
+        x, layer.w1, layer.w2, weights, ids, layer.w1_scale, layer.w2_scale, layer.expert_map,
+        None, out, scalars((128, 128), scale_format, s.limit, 1.0, 0.0, None, False, 1.0),
     ).checked  # fmt: skip
     plan = planning.plan(checked.problem, device.info(x.device.index))
     return torch.empty(plan.workspace.total, dtype=torch.uint8, device=x.device)

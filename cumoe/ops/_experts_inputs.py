@@ -6,6 +6,7 @@ from functools import lru_cache
 from typing import Any, NamedTuple
 
 from cumoe.arrays.check import (
+    contiguous_copy_of,
     require_choice,
     require_contiguous,
     require_dtype,
@@ -13,10 +14,11 @@ from cumoe.arrays.check import (
     require_no_overlap,
     require_same_device,
     require_shape,
+    require_writeable,
 )
 from cumoe.arrays.exchange import optional_view, view
 from cumoe.arrays.view import ArrayView, Facts
-from cumoe.errors import ArgumentError
+from cumoe.errors import ArgumentError, DTypeError
 from cumoe.ops import _inputs
 from cumoe.ops.moe_align_block_size import require_topk_ids
 from cumoe.plan.fused_experts_fp8 import ALIGNMENT, Problem
@@ -31,16 +33,57 @@ ARRAYS = (
 )  # fmt: skip
 
 
+class Scalars(NamedTuple):
+    """The arguments that are no arrays, as plain Python values: a key that equals by value."""
+
+    block_shape: tuple[object, ...]
+    scale_format: str
+    limit: float | None
+    alpha: float
+    beta: float
+    num_experts: int | None
+    weight_on_input: bool
+    factor: float
+
+
+def scalars(
+    block_shape: Any,
+    scale_format: Any,
+    swiglu_limit: Any,
+    swiglu_alpha: Any,
+    swiglu_beta: Any,
+    num_experts: Any,
+    apply_router_weight_on_input: Any,
+    routed_scaling_factor: Any,
+) -> Scalars:
+    """The scalars of a call, each of the type that it must have."""
+    number, whole_number = _inputs.number, _inputs.whole_number
+    return Scalars(
+        _block_shape(block_shape),
+        _inputs.word(scale_format, "scale_format"),
+        None if swiglu_limit is None else number(swiglu_limit, "swiglu_limit"),
+        number(swiglu_alpha, "swiglu_alpha"),
+        number(swiglu_beta, "swiglu_beta") + 0.0,  # -0 would be another key and another kernel
+        None if num_experts is None else whole_number(num_experts, "num_experts"),
+        _inputs.truth(apply_router_weight_on_input, "apply_router_weight_on_input"),
+        number(routed_scaling_factor, "routed_scaling_factor"),
+    )
+
+
+def _block_shape(value: Any) -> tuple[object, ...]:
+    if isinstance(value, tuple | list):
+        require_choice(tuple(value), "block_shape", [(GROUP_SIZE, GROUP_SIZE)])
+        return tuple(value)
+    raise DTypeError(f"block_shape: want (128, 128), got {value!r}")
+
+
 class Checked(NamedTuple):
     """What the facts of a call's arrays and its scalars say."""
 
     problem: Problem
     x_row_stride: int
     out_row_stride: int
-    limit: float | None
-    alpha: float
-    beta: float
-    factor: float
+    scalars: Scalars
 
 
 class Inputs(NamedTuple):
@@ -65,20 +108,12 @@ def checked_inputs(
     w2: Any,
     topk_weights: Any,
     topk_ids: Any,
-    *,
     w1_scale: Any,
     w2_scale: Any,
-    block_shape: tuple[int, int],
-    scale_format: str,
-    swiglu_limit: float | None,
-    swiglu_alpha: float,
-    swiglu_beta: float,
-    num_experts: int | None,
     expert_map: Any,
-    apply_router_weight_on_input: bool,
-    routed_scaling_factor: float,
     workspace: Any,
     out: Any,
+    plain: Scalars,
 ) -> Inputs:
     """Views of all arrays, after every check that needs no value of theirs."""
     arrays = (
@@ -93,74 +128,30 @@ def checked_inputs(
         optional_view(workspace, "workspace"),
         optional_view(out, "out"),
     )
-    checked = _checked(
-        *(_inputs.facts_of(v) for v in arrays),
-        tuple(_inputs.start_of(v) for v in arrays),
-        block_shape=tuple(block_shape),
-        scale_format=scale_format,
-        swiglu_limit=swiglu_limit,
-        swiglu_alpha=swiglu_alpha,
-        swiglu_beta=swiglu_beta,
-        num_experts=num_experts,
-        apply_router_weight_on_input=apply_router_weight_on_input,
-        routed_scaling_factor=routed_scaling_factor,
-    )
-    inputs = Inputs(*arrays, checked)
+    facts = tuple(_inputs.facts_of(v) for v in arrays)
+    starts = tuple(_inputs.start_of(v) for v in arrays)
+    inputs = Inputs(*arrays, _checked(facts, starts, plain))
     _require_own_memory(inputs)
     return inputs
 
 
 @lru_cache(4096)
-def _checked(
-    x: Facts,
-    w1: Facts,
-    w2: Facts,
-    topk_weights: Facts,
-    topk_ids: Facts,
-    w1_scale: Facts,
-    w2_scale: Facts,
-    expert_map: Facts | None,
-    workspace: Facts | None,
-    out: Facts | None,
-    starts: tuple[int, ...],
-    *,
-    block_shape: tuple[int, ...],
-    scale_format: str,
-    swiglu_limit: float | None,
-    swiglu_alpha: float,
-    swiglu_beta: float,
-    num_experts: int | None,
-    apply_router_weight_on_input: bool,
-    routed_scaling_factor: float,
-) -> Checked:
-    require_choice(block_shape, "block_shape", [(GROUP_SIZE, GROUP_SIZE)])
-    _inputs.require_scale(scale_format)
-    limit = _inputs.require_limit(swiglu_limit, "swiglu_limit")
-    _inputs.require_alpha_beta(swiglu_alpha, swiglu_beta, "swiglu_")
-    _inputs.require_finite(routed_scaling_factor, "routed_scaling_factor")
-    _inputs.require_expert_map(expert_map)
+def _checked(facts: tuple[Facts | None, ...], starts: tuple[int, ...], plain: Scalars) -> Checked:
+    require_same_device(zip(ARRAYS, facts, strict=True))
+    given = {name: f for name, f in zip(ARRAYS, facts, strict=True) if f is not None}
     start = dict(zip(ARRAYS, starts, strict=True))
-
-    E, N, K = _require_weights(w1, w2, w1_scale, w2_scale, start)
-    M, topk, id_type = require_topk_ids(topk_ids)
-    require_dtype(x, "x", "bf16")
-    require_shape(x, "x", M, K, means="[M, K] of topk_ids and w1")
-    x_row_stride = _inputs.require_rows(x, "x")[2]
-    weight_type = require_dtype(topk_weights, "topk_weights", "fp32", "bf16", "fp16")
-    require_shape(topk_weights, "topk_weights", M, topk, means="[M, topk] of topk_ids")
-    require_contiguous(topk_weights, "topk_weights")
-    if apply_router_weight_on_input and topk != 1:
+    plain = _checked_scalars(plain)
+    E, N, K = _require_weights(given, start)
+    M, topk, id_type = require_topk_ids(given["topk_ids"])
+    weight_type = _require_tokens(given, M, K, topk)
+    if plain.weight_on_input and topk != 1:
         raise ArgumentError(
             f"apply_router_weight_on_input: wants topk 1, got {topk}; weight the output instead"
         )
-    experts = _id_space(num_experts, expert_map, E)
+    experts = _id_space(plain.num_experts, given.get("expert_map"), E)
     _require_slots(M * topk, experts)
-    out_row_stride = K if out is None else _require_out(out, x)
-    if workspace is not None:
-        require_dtype(workspace, "workspace", "uint8")
-        require_contiguous(workspace, "workspace")
-    arrays = (x, w1, w2, topk_weights, topk_ids, w1_scale, w2_scale, expert_map, workspace, out)
-    require_same_device(zip(ARRAYS, arrays, strict=True))
+    x_row_stride = _inputs.require_rows(given["x"], "x")[2]
+    out_row_stride = _require_out(given["out"], M, K) if "out" in given else K
     problem = Problem(
         M=M,
         K=K,
@@ -170,24 +161,42 @@ def _checked(
         topk=topk,
         ids=id_type,
         weight=weight_type,
-        has_map=expert_map is not None,
-        scale_format=scale_format,
-        clamp=clamp_kind(limit),
-        scaled=(swiglu_alpha, swiglu_beta) != (1.0, 0.0),
-        weight_on_input=apply_router_weight_on_input,
+        has_map="expert_map" in given,
+        scale_format=plain.scale_format,
+        clamp=clamp_kind(plain.limit),
+        scaled=(plain.alpha, plain.beta) != (1.0, 0.0),
+        weight_on_input=plain.weight_on_input,
         x_aligned=_inputs.is_aligned(start["x"], x_row_stride, 2, 16),
         out_aligned=_inputs.is_aligned(start["out"], out_row_stride, 2, 16),
     )
-    return Checked(
-        problem, x_row_stride, out_row_stride, limit, swiglu_alpha, swiglu_beta,
-        routed_scaling_factor,
-    )  # fmt: skip
+    return Checked(problem, x_row_stride, out_row_stride, plain)
 
 
-def _require_weights(
-    w1: Facts, w2: Facts, w1_scale: Facts, w2_scale: Facts, start: dict[str, int]
-) -> tuple[int, int, int]:
+def _checked_scalars(plain: Scalars) -> Scalars:
+    _inputs.require_scale(plain.scale_format)
+    _inputs.require_alpha_beta(plain.alpha, plain.beta, "swiglu_")
+    _inputs.require_finite(plain.factor, "routed_scaling_factor")
+    return plain._replace(limit=_inputs.require_limit(plain.limit, "swiglu_limit"))
+
+
+def _require_tokens(given: dict[str, Facts], M: int, K: int, topk: int) -> str:
+    """The type of the router's weights."""
+    x, weights = given["x"], given["topk_weights"]
+    require_dtype(x, "x", "bf16")
+    require_shape(x, "x", M, K, means="[M, K] of topk_ids and w1")
+    weight_type = require_dtype(weights, "topk_weights", "fp32", "bf16", "fp16")
+    require_shape(weights, "topk_weights", M, topk, means="[M, topk] of topk_ids")
+    require_contiguous(weights, "topk_weights")
+    _inputs.require_expert_map(given.get("expert_map"))
+    if "workspace" in given:
+        require_dtype(given["workspace"], "workspace", "uint8")
+        require_contiguous(given["workspace"], "workspace")
+    return weight_type
+
+
+def _require_weights(given: dict[str, Facts], start: dict[str, int]) -> tuple[int, int, int]:
     """E, N, K."""
+    w1, w2, w1_scale, w2_scale = (given[n] for n in ("w1", "w2", "w1_scale", "w2_scale"))
     require_ndim(w1, "w1", 3, "[E, 2N, K]")
     require_ndim(w2, "w2", 3, "[E, K, N]")
     E, K, N = w2.shape
@@ -216,7 +225,8 @@ def _require_loadable(v: Facts, name: str, start: int) -> None:
     if stride != 1 or expert_stride % 16 or row_stride % 16 or start:
         raise ArgumentError(
             f"{name}: want rows that are contiguous and start at multiples of 16 bytes, got "
-            f"strides {list(v.strides)}, {start} bytes past one; pass {name}.contiguous()"
+            f"strides {list(v.strides)}, {start} bytes past one; "
+            f"pass {contiguous_copy_of(v, name)}"
         )
 
 
@@ -237,21 +247,30 @@ def _require_slots(num_slots: int, num_experts: int) -> None:
         )
 
 
-def _require_out(out: Facts, x: Facts) -> int:
+def _require_out(out: Facts, M: int, K: int) -> int:
     """The row stride of out."""
+    require_writeable(out, "out")
     require_dtype(out, "out", "bf16")
-    require_shape(out, "out", *x.shape, means="the shape of x")
-    return _inputs.require_rows(out, "out")[2]
+    require_shape(out, "out", M, K, means="the shape of x")
+    row_stride = _inputs.require_rows(out, "out")[2]
+    if M > 1 and abs(row_stride) < K:
+        raise ArgumentError(
+            f"out: want rows of {K} elements that do not overlap each other, got row stride "
+            f"{row_stride}; pass a buffer of its own"
+        )
+    return row_stride
 
 
 def _require_own_memory(i: Inputs) -> None:
     """Outputs overlap nothing, but for an out that is x; the workspace lies where it may."""
-    inputs = tuple(zip(ARRAYS, i[:8], strict=False))  # x first, then all that is only read
+    arrays = (i.x, i.w1, i.w2, i.topk_weights, i.topk_ids, i.w1_scale, i.w2_scale, i.expert_map)
+    inputs = tuple(zip(ARRAYS[: len(arrays)], arrays, strict=True))  # x comes first
     if i.out is not None:
         in_place = (i.out.ptr, i.out.facts.strides) == (i.x.ptr, i.x.facts.strides)
         require_no_overlap(i.out, "out", inputs[in_place:])
     if i.workspace is not None:
-        if i.workspace.ptr % ALIGNMENT:
+        # The reference uses none, so that any address will do.
+        if i.workspace.ptr % ALIGNMENT and i.x.device.kind == "cuda":
             raise ArgumentError(
                 f"workspace: want an address that is a multiple of {ALIGNMENT}, got "
                 f"{i.workspace.ptr:#x}; pass a whole allocation, not a slice of one"

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import math
+from numbers import Integral, Real
 from struct import Struct
 
 from cumoe.arrays.check import (
+    contiguous_copy_of,
     require_choice,
     require_contiguous,
     require_dtype,
     require_ndim,
     require_shape,
+    require_writeable,
 )
 from cumoe.arrays.view import ArrayView, Facts
-from cumoe.errors import ArgumentError
+from cumoe.errors import ArgumentError, DTypeError
 from cumoe.plan.moe_align_block_size import MAX_EXPERTS
 from cumoe.plan.scales import GROUP_SIZE, SCALE_FORMATS, SCALE_LAYOUTS, ScaleLayout
 
@@ -22,6 +25,41 @@ _FLOAT = Struct("f")
 INT32_MAX = 2**31 - 1
 UNBOUNDED = -1
 """As num_experts of a kernel: only negative ids are invalid."""
+
+
+def number(value: object, name: str) -> float:
+    """A scalar argument as a float. An array is none: its value may be on a device, or change."""
+    if type(value) is float:
+        return value
+    if isinstance(value, Real) and not isinstance(value, bool):
+        try:
+            return float(value)
+        except OverflowError:
+            return math.inf if value > 0 else -math.inf  # type: ignore[operator]
+    raise DTypeError(f"{name}: want a number, got {value!r}; pass a Python int or float")
+
+
+def whole_number(value: object, name: str) -> int:
+    """A scalar argument as an int."""
+    if type(value) is int:
+        return value
+    if isinstance(value, Integral) and not isinstance(value, bool):
+        return int(value)
+    raise DTypeError(f"{name}: want a whole number, got {value!r}; pass a Python int")
+
+
+def word(value: object, name: str) -> str:
+    """A scalar argument that is one of some strings."""
+    if isinstance(value, str):
+        return value
+    raise DTypeError(f"{name}: want a string, got {value!r}")
+
+
+def truth(value: object, name: str) -> bool:
+    """A scalar argument that is True or False."""
+    if isinstance(value, bool):
+        return value
+    raise DTypeError(f"{name}: want True or False, got {value!r}")
 
 
 def require_group_size(group_size: int) -> None:
@@ -44,7 +82,7 @@ def require_rows(v: Facts, name: str) -> tuple[int, int, int]:
     if columns > 1 and v.strides[-1] != 1 and rows:
         raise ArgumentError(
             f"{name}: want its last dimension contiguous, got strides {list(v.strides)}; "
-            f"pass {name}.contiguous()"
+            f"pass {contiguous_copy_of(v, name)}"
         )
     return rows, columns, _row_stride(v, name, columns)
 
@@ -59,7 +97,8 @@ def _row_stride(v: Facts, name: str, columns: int) -> int:
         elif step != expected:
             raise ArgumentError(
                 f"{name}: want leading dimensions that flatten to rows, got shape "
-                f"{list(v.shape)} with strides {list(v.strides)}; pass {name}.contiguous()"
+                f"{list(v.shape)} with strides {list(v.strides)}; "
+                f"pass {contiguous_copy_of(v, name)}"
             )
         expected = step * size
     return stride
@@ -123,12 +162,15 @@ def id_space(num_experts: int | None, expert_map: Facts | None, default: int) ->
 
 def require_expert_count(num_experts: int, name: str = "num_experts") -> None:
     """The expert sort keeps a counter per expert in shared memory."""
-    if num_experts > MAX_EXPERTS:
-        raise ArgumentError(f"{name}: want at most {MAX_EXPERTS}, got {num_experts}")
+    if not 1 <= num_experts <= MAX_EXPERTS:
+        raise ArgumentError(
+            f"{name}: want at least 1 and at most {MAX_EXPERTS} experts, got {num_experts}"
+        )
 
 
 def require_output(v: Facts, name: str, shape: tuple[int, ...], dtype: str) -> None:
     """A caller's output: exactly this shape and dtype, contiguous."""
+    require_writeable(v, name)
     require_dtype(v, name, dtype)
     require_shape(v, name, *shape)
     require_contiguous(v, name)
@@ -136,6 +178,7 @@ def require_output(v: Facts, name: str, shape: tuple[int, ...], dtype: str) -> N
 
 def require_scale_output(v: Facts, layout: ScaleLayout) -> None:
     """A caller's out_scale: the shape and the strides of its layout."""
+    require_writeable(v, "out_scale")
     require_dtype(v, "out_scale", layout.dtype)
     require_shape(v, "out_scale", *layout.shape)
     for size, stride, wanted in zip(v.shape, v.strides, layout.strides, strict=True):

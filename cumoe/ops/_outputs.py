@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from cumoe.arrays.exchange import from_numpy, to_numpy
+from cumoe.arrays.exchange import from_numpy, to_numpy, view
 from cumoe.arrays.view import ArrayView
 from cumoe.launch import memory
 from cumoe.plan.scales import ScaleLayout
@@ -23,6 +23,30 @@ def new_scale(like: ArrayView, layout: ScaleLayout) -> Any:
         return new_output(like, layout.shape, layout.dtype)
     storage = new_output(like, (layout.shape[1], layout.rows), layout.dtype)
     return storage[:, : layout.shape[0]].T
+
+
+class QuantizerOutputs(NamedTuple):
+    """The two outputs of a quantizer as the caller gets them, and their addresses."""
+
+    q: Any
+    scale: Any
+    q_pointer: int
+    scale_pointer: int
+
+
+def quantizer_outputs(
+    like: ArrayView,
+    shape: tuple[int, ...],
+    layout: ScaleLayout,
+    out: ArrayView | None,
+    out_scale: ArrayView | None,
+) -> QuantizerOutputs:
+    """The caller's arrays, or new ones, on the current device."""
+    if out is None:
+        out = view(new_output(like, shape, "e4m3"), "out")
+    if out_scale is None:
+        out_scale = view(new_scale(like, layout), "out_scale")
+    return QuantizerOutputs(out.owner, out_scale.owner, out.ptr, out_scale.ptr)
 
 
 def optional_host(v: ArrayView | None) -> np.ndarray[Any, Any] | None:

@@ -12,7 +12,7 @@ from cumoe.errors import ArgumentError
 from cumoe.launch import device, memory, module
 from cumoe.launch.run import run
 from cumoe.ops import _inputs, _outputs
-from cumoe.ops._experts_inputs import Inputs, checked_inputs
+from cumoe.ops._experts_inputs import Inputs, checked_inputs, scalars
 from cumoe.ops.moe_align_block_size import launch_align
 from cumoe.plan import fused_experts_fp8 as planning
 from cumoe.plan.device import DeviceInfo
@@ -84,25 +84,20 @@ def fused_experts_fp8(
         DTypeError, DeviceMismatchError, UnsupportedDeviceError.
         KernelNotBuiltError: a kernel is not loaded yet and the stream is being captured.
     """
+    plain = scalars(
+        block_shape,
+        scale_format,
+        swiglu_limit,
+        swiglu_alpha,
+        swiglu_beta,
+        num_experts,
+        apply_router_weight_on_input,
+        routed_scaling_factor,
+    )
+    if max_workspace_bytes is not None:
+        max_workspace_bytes = _inputs.whole_number(max_workspace_bytes, "max_workspace_bytes")
     inputs = checked_inputs(
-        x,
-        w1,
-        w2,
-        topk_weights,
-        topk_ids,
-        w1_scale=w1_scale,
-        w2_scale=w2_scale,
-        block_shape=block_shape,
-        scale_format=scale_format,
-        swiglu_limit=swiglu_limit,
-        swiglu_alpha=swiglu_alpha,
-        swiglu_beta=swiglu_beta,
-        num_experts=num_experts,
-        expert_map=expert_map,
-        apply_router_weight_on_input=apply_router_weight_on_input,
-        routed_scaling_factor=routed_scaling_factor,
-        workspace=workspace,
-        out=out,
+        x, w1, w2, topk_weights, topk_ids, w1_scale, w2_scale, expert_map, workspace, out, plain
     )
     if inputs.x.device.kind == "cpu":
         return _run_reference(inputs)
@@ -111,7 +106,7 @@ def fused_experts_fp8(
 
 
 def _run_reference(i: Inputs) -> Any:
-    c, p = i.checked, i.checked.problem
+    c, p = i.checked.scalars, i.checked.problem
     result = reference.fused_experts_fp8(
         to_numpy(i.x),
         to_numpy(i.w1),
@@ -181,6 +176,7 @@ def _launch(
 ) -> None:
     """The launches for tokens first ... first + p.M, in order."""
     c, where, at = i.checked, i.x.device.ordinal, plan.workspace
+    plain = c.scalars
     a, a_scale, slots = workspace + at.a, workspace + at.a_scale, workspace + at.slots
     q, q_scale = workspace + at.q, workspace + at.q_scale
     num_slots = p.M * p.topk
@@ -211,7 +207,7 @@ def _launch(
         plan.activate.step, where, stream,
         slots, 2 * p.N, ids, expert_map, 0, q, q_scale, p.N // GROUP_SIZE, 1,
         num_slots, num_slots, p.num_experts, p.num_local_experts, plan.activate.chunk_rows,
-        c.limit or 0.0, c.alpha, c.beta,
+        plain.limit or 0.0, plain.alpha, plain.beta,
     )  # fmt: skip
     run(
         plan.gemm2, where, stream,
@@ -221,5 +217,5 @@ def _launch(
     run(
         plan.combine, where, stream,
         slots, weights, ids, expert_map, out + first * c.out_row_stride * 2, c.out_row_stride,
-        p.M, p.num_experts, p.num_local_experts, c.factor,
+        p.M, p.num_experts, p.num_local_experts, plain.factor,
     )  # fmt: skip

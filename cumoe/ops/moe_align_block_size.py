@@ -50,6 +50,8 @@ def moe_align_block_size(
         >>> slots.tolist(), experts.tolist(), used.tolist()
         ([1, 4, 3, 4, 0, 2, 4, 4], [0, 1, 2, -1], [6])
     """
+    block_size = _inputs.whole_number(block_size, "block_size")
+    num_experts = _inputs.whole_number(num_experts, "num_experts")
     ids, map_view = view(topk_ids, "topk_ids"), optional_view(expert_map, "expert_map")
     map_facts = _inputs.facts_of(map_view)
     M, topk, id_type = require_topk_ids(ids.facts)

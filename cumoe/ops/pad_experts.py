@@ -9,6 +9,7 @@ from cumoe.arrays.exchange import view
 from cumoe.arrays.view import ArrayView, Facts
 from cumoe.errors import ArgumentError
 from cumoe.launch import memory
+from cumoe.ops._inputs import whole_number
 from cumoe.plan.scales import GROUP_SIZE, ceil_to
 
 
@@ -40,6 +41,7 @@ def pad_experts(
         >>> [a.shape for a in cumoe.pad_experts(w1, w2, s1, s2)]
         [(2, 512, 128), (2, 128, 256), (2, 4, 1), (2, 1, 2)]
     """
+    multiple = whole_number(multiple, "multiple")
     if multiple < GROUP_SIZE or multiple % GROUP_SIZE:
         raise ArgumentError(f"multiple: want a multiple of {GROUP_SIZE}, got {multiple}")
     v1, v2 = view(w1, "w1"), view(w2, "w2")

@@ -73,12 +73,12 @@ def per_token_group_quant_fp8(
         _inputs.facts_of(scale_view),
         _inputs.start_of(x_view),
         _inputs.start_of(out_view),
-        group_size,
-        scale_format,
-        scale_layout,
+        _inputs.whole_number(group_size, "group_size"),
+        _inputs.word(scale_format, "scale_format"),
+        _inputs.word(scale_layout, "scale_layout"),
     )
     require_no_overlap(out_view, "out", (("x", x_view),))
-    require_no_overlap(scale_view, "out_scale", (("x", x_view),))
+    require_no_overlap(scale_view, "out_scale", (("x", x_view), ("out", out_view)))
     if call.step is None:
         q, scale = reference.per_token_group_quant_fp8(
             to_numpy(x_view),
@@ -94,18 +94,13 @@ def per_token_group_quant_fp8(
 
     ordinal, layout = x_view.device.ordinal, call.layout
     with device.on_device(ordinal):
-        if out_view is None:
-            out = _outputs.new_output(x_view, x_view.facts.shape, "e4m3")
-            out_view = view(out, "out")
-        if scale_view is None:
-            out_scale = _outputs.new_scale(x_view, layout)
-            scale_view = view(out_scale, "out_scale")
+        made = _outputs.quantizer_outputs(x_view, x_view.facts.shape, layout, out_view, scale_view)
         run.run(
             call.step, ordinal, memory.current_stream(x_view),
-            x_view.ptr, call.row_stride, 0, out_view.ptr, scale_view.ptr,
+            x_view.ptr, call.row_stride, 0, made.q_pointer, made.scale_pointer,
             *layout.strides, call.M, call.rows,
         )  # fmt: skip
-    return out, out_scale
+    return made.q, made.scale
 
 
 class _Call(NamedTuple):

@@ -92,23 +92,23 @@ def silu_and_mul_quant_fp8(
         _inputs.facts_of(scale_view),
         _inputs.start_of(x),
         _inputs.start_of(out_view),
-        limit,
-        alpha,
-        beta,
-        group_size,
-        scale_format,
-        scale_layout,
-        num_experts,
+        None if limit is None else _inputs.number(limit, "limit"),
+        _inputs.number(alpha, "alpha"),
+        _inputs.number(beta, "beta") + 0.0,  # -0 would be another key and another kernel
+        _inputs.whole_number(group_size, "group_size"),
+        _inputs.word(scale_format, "scale_format"),
+        _inputs.word(scale_layout, "scale_layout"),
+        None if num_experts is None else _inputs.whole_number(num_experts, "num_experts"),
     )
     inputs = (("gate_up", x), ("topk_ids", ids), ("expert_map", map_view))
     require_no_overlap(out_view, "out", inputs)
-    require_no_overlap(scale_view, "out_scale", inputs)
+    require_no_overlap(scale_view, "out_scale", (*inputs, ("out", out_view)))
     if not call.plans:
         q, scale = reference.silu_and_mul_quant_fp8(
             to_numpy(x),
             limit=call.limit,
-            alpha=alpha,
-            beta=beta,
+            alpha=call.alpha,
+            beta=call.beta,
             scale_format=scale_format,
             scale_layout=scale_layout,
             topk_ids=_outputs.optional_host(ids),
@@ -124,21 +124,17 @@ def silu_and_mul_quant_fp8(
 
     ordinal, layout = x.device.ordinal, call.layout
     with device.on_device(ordinal):
-        if out_view is None:
-            out = _outputs.new_output(x, call.out_shape, "e4m3")
-            out_view = view(out, "out")
-        if scale_view is None:
-            out_scale = _outputs.new_scale(x, layout)
-            scale_view = view(out_scale, "out_scale")
+        made = _outputs.quantizer_outputs(x, call.out_shape, layout, out_view, scale_view)
         y = 0 if len(call.plans) == 1 else _scratch(x, call)
         for plan in call.plans:
             run.run(
                 plan.step, ordinal, memory.current_stream(x),
                 x.ptr, call.row_stride, _inputs.pointer_of(ids), _inputs.pointer_of(map_view), y,
-                out_view.ptr, scale_view.ptr, *layout.strides, call.R, call.rows,
-                call.num_experts, call.num_experts, plan.chunk_rows, call.limit or 0.0, alpha, beta,
+                made.q_pointer, made.scale_pointer, *layout.strides, call.R, call.rows,
+                call.num_experts, call.num_experts, plan.chunk_rows,
+                call.limit or 0.0, call.alpha, call.beta,
             )  # fmt: skip
-    return out, out_scale
+    return made.q, made.scale
 
 
 class _Call(NamedTuple):
@@ -149,6 +145,8 @@ class _Call(NamedTuple):
     row_stride: int
     num_experts: int
     limit: float | None
+    alpha: float
+    beta: float
     out_shape: tuple[int, ...]
     layout: ScaleLayout
     plans: tuple[planning.Plan, ...]
@@ -208,7 +206,7 @@ def _checked(
         steps = (planning.BOTH,) if settings().fused_act_quant else halves
         info = device.info(where.ordinal)
         plans = tuple(planning.plan(problem._replace(step=step), info) for step in steps)
-    return _Call(R, rows, row_stride, experts, limit, out_shape, layout, plans)
+    return _Call(R, rows, row_stride, experts, limit, alpha, beta, out_shape, layout, plans)
 
 
 def _scratch(x: ArrayView, call: _Call) -> int:

@@ -12,7 +12,6 @@ import cumoe
 from cumoe import ArgumentError, CumoeError, DTypeError
 from tests.helpers.calls import RIGHT_ARGUMENTS, Arguments, placed
 from tests.helpers.cases import BF16, E4M3
-from tests.helpers.layouts import aligned_bytes
 
 
 class Refusal(NamedTuple):
@@ -249,10 +248,6 @@ EXPERTS = {
     "workspace_gaps": value(
         "workspace|contiguous|[2]",
         workspace=slice_of(zeros(1 << 16, dtype=np.uint8), EVERY_OTHER),
-    ),
-    "workspace_at_1": value(
-        "workspace|multiple of 256|0x",
-        workspace=lambda backend: aligned_bytes(backend, 1 << 16)[1:],
     ),
 }  # fmt: skip
 

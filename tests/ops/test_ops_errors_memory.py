@@ -116,3 +116,13 @@ def test_frameworks_of_one_device_may_be_mixed(op):
     results = getattr(cumoe, op)(**mixed)
     results = results if isinstance(results, tuple) else (results,)
     assert [type(r) for r in results] == [torch.Tensor] * len(results)
+
+
+def test_the_kernels_want_an_aligned_workspace(backend):
+    arguments = placed(backend, RIGHT_ARGUMENTS["fused_experts_fp8"]())
+    arguments["workspace"] = aligned_bytes(backend, 1 << 22)[1:]
+    if backend.is_gpu:
+        with pytest.raises(ArgumentError, match=r"workspace: want an address .* multiple of 256"):
+            cumoe.fused_experts_fp8(**arguments)
+    else:  # the reference uses none
+        assert cumoe.fused_experts_fp8(**arguments).shape == arguments["x"].shape
