@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypedDict
 
 from cumoe.errors import ArgumentError
+from cumoe.plan.moe_align_block_size import MAX_EXPERTS, MAX_TOPK
 from cumoe.plan.scales import GROUP_SIZE, SCALE_FORMATS, ceil_to
 
 if TYPE_CHECKING:
@@ -90,10 +91,12 @@ def shard(
         pad: round N (and K) up to multiples of 128, as `cumoe.pad_experts` does with the weights.
         scale_format: "fp32", "ue8m0" or "both"; by default the model's own, else both.
 
-    Raises: ArgumentError where the sizes cannot be split, or are no multiples of 128.
+    Raises: ArgumentError where the sizes cannot be split, are no multiples of 128, or there are
+    more than 4096 experts, or not 1 to min(64, experts) of them per token.
     """
     from cumoe.plan.enumerate import Layer
 
+    _require_routing(of)
     return Layer(
         K=_blocks(of, "hidden_size", of.hidden_size, "K", pad),
         N=_blocks(of, "intermediate_size", _split(of, "tp", of.intermediate_size, tp), "N", pad),
@@ -104,6 +107,18 @@ def shard(
         limit=None if of.swiglu_limit == math.inf else of.swiglu_limit,
         scaled=(of.swiglu_alpha, of.swiglu_beta) != (1.0, 0.0),
     )
+
+
+def _require_routing(of: Model) -> None:
+    most = min(MAX_TOPK, of.num_experts)
+    for name, size, bound in (
+        ("experts", of.num_experts, MAX_EXPERTS),
+        ("top_k", of.top_k, most),
+    ):
+        if not 1 <= size <= bound:
+            raise ArgumentError(
+                f"{name}: want 1 to {bound} in {of.name}, got {size}; no op takes others"
+            )
 
 
 def _split(of: Model, name: str, size: int, ranks: int) -> int:
@@ -186,7 +201,14 @@ def _selected_models(selection: Selection) -> list[Model]:
 
 
 def _explicit_model(named: dict[str, Any]) -> Model:
+    others = " and ".join(name for name in ("model", "config") if named.get(name))
     for size in _SIZES:
+        if others and size not in named:
+            given = ", ".join(name for name in _SIZES if name in named)
+            raise ArgumentError(
+                f"{size}: want {', '.join(_SIZES)} together for a layer of its own, got {given} "
+                f"alone beside {others}, which has its sizes; leave out one or the other"
+            )
         if named.get(size, 0) < 1:
             raise ArgumentError(
                 f"{size}: want a positive integer, got {named.get(size)}; give a layer's "

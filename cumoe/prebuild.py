@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -16,6 +17,8 @@ from cumoe.errors import ArgumentError, CacheWarning, CompileError
 from cumoe.models import Selection, selected_layers
 from cumoe.plan.spec import KernelSpec, parse_spec
 
+_UNDEFINED = re.compile(r'identifier "([A-Z][A-Z0-9_]*)" is undefined')
+
 
 @dataclass(frozen=True, slots=True)
 class BuiltKernel:
@@ -26,6 +29,7 @@ class BuiltKernel:
     state: str
     """``built``, ``cached`` or ``failed``."""
     num_bytes: int
+    """0 where nothing was compiled: a kernel that only could not be saved has its size here."""
     seconds: float
     log: str = ""
     """Why it failed."""
@@ -51,9 +55,28 @@ class PrebuildReport:
         """Size of all cubins."""
         return sum(kernel.num_bytes for kernel in self.kernels)
 
+    @property
+    def is_compiled(self) -> bool:
+        """Whether NVRTC took every kernel, saved or not."""
+        return all(kernel.num_bytes for kernel in self.kernels)
+
+    @property
+    def causes(self) -> tuple[str, ...]:
+        """Why kernels failed: each cause once, after the name of its first kernel."""
+        names: dict[str, list[str]] = {}
+        for kernel in self.kernels:
+            if kernel.state == "failed":
+                names.setdefault(kernel.log, []).append(kernel.name)
+        return tuple(f"{_first_of(each)}: {log}" for log, each in names.items())
+
     def count(self, state: str) -> int:
         """Number of kernels that were ``built``, ``cached`` or ``failed``."""
         return sum(kernel.state == state for kernel in self.kernels)
+
+
+def _first_of(names: Sequence[str]) -> str:
+    more = len(names) - 1
+    return names[0] + (f" and {more} more kernel{'s' if more > 1 else ''}" if more else "")
 
 
 def prebuild(
@@ -84,7 +107,8 @@ def prebuild(
     Returns: PrebuildReport. A kernel that fails stops no other: look at ``ok``.
 
     Raises:
-        ArgumentError: an unknown name, sizes that cannot be split or need padding, nothing to do.
+        ArgumentError: an unknown name, sizes that no op takes, cannot be split or need padding,
+            nothing to do.
         CheckpointError: a config.json without the sizes of experts.
         UnsupportedDeviceError: CuPy or NVRTC cannot be used here.
 
@@ -130,9 +154,14 @@ def selected_specs(
 
 
 def _archs(arch: str | Sequence[str] | None) -> tuple[str, ...]:
-    if isinstance(arch, str):
-        return tuple(filter(None, arch.split(",")))
-    return tuple(arch) if arch else default_archs()
+    from cumoe.plan.enumerate import device_of
+
+    if arch is None or arch == ():
+        return default_archs()
+    archs = tuple(arch.split(",") if isinstance(arch, str) else arch)
+    for one in archs:
+        device_of(one)  # refuses what it does not know
+    return archs
 
 
 def default_archs() -> tuple[str, ...]:
@@ -174,17 +203,28 @@ def _find_or_compile(spec: KernelSpec) -> tuple[str, int, str]:
 
     try:
         cubin, state = store.lookup(spec), "cached"
-    except CompileError as error:  # there is no such source file
-        return "failed", 0, str(error)
-    if cubin is None:
-        report, state = store.build([spec], jobs=1), "built"
-        if report.failures:
-            return "failed", 0, str(report.failures[0][1])
-        (cubin,) = report.cubins
+        if cubin is None:
+            cubin, state = store.build(spec), "built"
+    except CompileError as error:
+        return "failed", 0, _why(error)
     if cubin.path is None:
-        log = (
-            f"{spec.text}: compiled, but {settings().cache_dir} cannot be written; name a "
-            f"writable folder in CUMOE_CACHE_DIR"
-        )
-        return "failed", len(cubin.data), log
+        return "failed", len(cubin.data), _unsaved()
     return state, len(cubin.data), ""
+
+
+def _unsaved() -> str:
+    return (
+        f"compiled, but {settings().cache_dir} cannot be written; name a writable folder in "
+        "CUMOE_CACHE_DIR"
+    )
+
+
+def _why(error: CompileError) -> str:
+    """NVRTC's log, or one line where the kernel's name lacks constants."""
+    missing = dict.fromkeys(_UNDEFINED.findall(error.log))
+    if not missing:
+        return str(error)
+    return (
+        f"NVRTC misses {', '.join(missing)}: want the constants of this kernel in its name, as "
+        "`cumoe cache list` or the message that asked for it has them"
+    )

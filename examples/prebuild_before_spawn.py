@@ -31,7 +31,7 @@ def main() -> int:
 
     report = cumoe.prebuild(**LAYER)
     if not report.ok:
-        raise SystemExit("\n".join(kernel.log for kernel in report.kernels if kernel.log))
+        raise SystemExit("\n".join(report.causes))
     built, cached = report.count("built"), report.count("cached")
     print(f"parent: {built} built, {cached} cached in {report.seconds:.2f} s, {report.cache_dir}")
 

@@ -1,6 +1,6 @@
 """The command ``cumoe``: parses, and prints what others compute.
 
-Exit status: 0 done, 1 failed, 2 a command line that cannot be understood.
+Exit status: 0 done, 1 failed, 2 a command line or a setting that cannot be used.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import NoReturn
 
 from cumoe._version import __version__
 from cumoe.cli import cache, demo, doctor, prebuild, run
-from cumoe.errors import CumoeError
+from cumoe.errors import ArgumentError, CumoeError
 
 # Each has add_to(subparsers), which sets `execute` of the parsed line.
 _COMMANDS = (demo, run, prebuild, cache, doctor)
@@ -29,6 +29,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser().parse_args(argv)
     try:
         status: int = args.execute(args)
+    except ArgumentError as error:
+        return _fail(str(error), 2)
     except (CumoeError, OSError) as error:
         return _fail(str(error))
     except MemoryError:
@@ -48,6 +50,6 @@ def parser() -> argparse.ArgumentParser:
     return top
 
 
-def _fail(message: str) -> int:
+def _fail(message: str, status: int = 1) -> int:
     print(f"cumoe: error: {message}", file=sys.stderr)
-    return 1
+    return status

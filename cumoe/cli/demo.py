@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import sys
 import tempfile
 from typing import Any
 
@@ -57,5 +58,8 @@ def _compile(folder: str) -> tuple[str, tuple[str, ...]]:
     except UnsupportedDeviceError as error:
         return f"not compiled: {error}", ()
     what = f"{len(built.kernels)} for {', '.join(built.archs)}, {built.num_bytes:,} bytes"
-    failures = tuple(kernel.log for kernel in built.kernels if kernel.log)
-    return f"{what}, compiled or in the cache, {seconds(built.seconds)}", failures
+    if built.is_compiled:  # a cache that cannot be written leaves nothing unverified
+        for cause in built.causes:
+            print(f"cumoe: warning: {cause}", file=sys.stderr)
+        return f"{what}, compiled or in the cache, {seconds(built.seconds)}", ()
+    return f"{what}, {built.count('failed')} failed, {seconds(built.seconds)}", built.causes

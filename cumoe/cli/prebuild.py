@@ -67,7 +67,7 @@ def add_to(subparsers: Any) -> None:
 def execute(args: argparse.Namespace) -> int:
     """Runs the command; returns the exit status."""
     if args.list:
-        return _list()
+        return _list(as_json=args.json)
     from cumoe.prebuild import prebuild
 
     chosen = {name: getattr(args, name) for name in _SELECTION}
@@ -84,9 +84,8 @@ def execute(args: argparse.Namespace) -> int:
         print_json(as_json(report))
     else:
         print_rows(_rows(report))
-    for kernel in report.kernels:
-        if kernel.state == "failed":
-            print(f"cumoe: error: {kernel.log}", file=sys.stderr)
+    for cause in report.causes:
+        print(f"cumoe: error: {cause}", file=sys.stderr)
     return 0 if report.ok else 1
 
 
@@ -145,9 +144,12 @@ def _bar() -> Iterator[Callable[[BuiltKernel, int], None]]:
         yield advance
 
 
-def _list() -> int:
+def _list(*, as_json: bool) -> int:
     from cumoe.models import known_models
 
+    if as_json:
+        print_json({"models": [asdict(model) for model in known_models().values()]})
+        return 0
     print_rows([(name, _describe(model)) for name, model in known_models().items()])
     return 0
 

@@ -7,15 +7,13 @@ import os
 import threading
 import time
 import warnings
-from collections.abc import Iterable
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
 from cumoe._settings import settings
-from cumoe.errors import CacheWarning, CompileError
+from cumoe.errors import CacheWarning
 from cumoe.plan.spec import KernelSpec
 from cumoe.store import disk, locks, nvrtc
 from cumoe.store import key as keys
@@ -59,15 +57,6 @@ class Counters:
     """Entries on disk that failed verification and were compiled anew."""
     compile_s: float = 0.0
     """Seconds in NVRTC, added up over threads."""
-
-
-@dataclass(frozen=True, slots=True)
-class Report:
-    """What `build` did."""
-
-    cubins: tuple[Cubin, ...]
-    failures: tuple[tuple[KernelSpec, CompileError], ...]
-    seconds: float
 
 
 _memory: dict[KernelSpec, Cubin] = {}
@@ -115,27 +104,14 @@ def lookup(spec: KernelSpec) -> Cubin | None:
     return None if found is None else _memory.setdefault(spec, found)
 
 
-def build(specs: Iterable[KernelSpec], jobs: int | None = None) -> Report:
-    """Gets many kernels, `jobs` at a time (by default one per CPU); a failure stops no other.
-
-    Compiles in spite of CUMOE_DISABLE_JIT: that is for kernels nobody asked to build.
+def build(spec: KernelSpec) -> Cubin:
+    """`get`, which compiles in spite of CUMOE_DISABLE_JIT: that is for what nobody asked to build.
 
     Raises:
+        CompileError: NVRTC refused the kernel; carries its log.
         UnsupportedDeviceError: CuPy or NVRTC is not usable here.
     """
-    start = time.perf_counter()
-    unique = list(dict.fromkeys(specs))
-    with ThreadPoolExecutor(jobs or len(os.sched_getaffinity(0))) as pool:
-        results = list(pool.map(_try_get, unique))
-    return Report(
-        cubins=tuple(r for r in results if isinstance(r, Cubin)),
-        failures=tuple(
-            (spec, r)
-            for spec, r in zip(unique, results, strict=True)
-            if isinstance(r, CompileError)
-        ),
-        seconds=time.perf_counter() - start,
-    )
+    return _get_cold(spec, may_compile=True)
 
 
 def roots() -> tuple[Path, ...]:
@@ -156,13 +132,6 @@ def forget() -> None:
     locks.let_go()
     _done_once.clear()
     _counters = Counters()
-
-
-def _try_get(spec: KernelSpec) -> Cubin | CompileError:
-    try:
-        return _get_cold(spec, may_compile=True)
-    except CompileError as error:
-        return error
 
 
 def _get_cold(spec: KernelSpec, *, may_compile: bool) -> Cubin:

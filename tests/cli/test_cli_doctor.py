@@ -203,7 +203,7 @@ def test_a_full_disk(monkeypatch, tmp_path):
 
 
 def test_a_cache_in_an_image_need_not_be_written(monkeypatch, tmp_path):
-    store.build([kernel_spec("moe_align_block_size", "sm_90a", NUM_LOCAL_EXPERTS=8, IDS=1, MAP=0)])
+    store.build(kernel_spec("moe_align_block_size", "sm_90a", NUM_LOCAL_EXPERTS=8, IDS=1, MAP=0))
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("CUMOE_CACHE_PATH", str(tmp_path / "cache"))
     monkeypatch.setenv("CUMOE_CACHE_DIR", str(tmp_path / "file" / "cache"))

@@ -10,6 +10,7 @@ import pytest
 
 from cumoe.cli import main
 from cumoe.errors import ArgumentError
+from cumoe.models import known_models
 from cumoe.prebuild import BuiltKernel, PrebuildReport
 
 GOOD = BuiltKernel("a-sm_90a-A=1", "built", 1000, 0.5)
@@ -93,7 +94,13 @@ def test_a_failure_shows_its_log_and_status_1(prebuild, capsys):
     assert main(["prebuild", "--model", "glm-5.3"]) == 1
     out, err = capsys.readouterr()
     assert out.splitlines()[-1].split() == ["result", "FAILED"]
-    assert err == f"cumoe: error: {BAD.log}\n"
+    assert err == f"cumoe: error: {BAD.name}: {BAD.log}\n"
+
+
+def test_equal_causes_are_one_line(prebuild, capsys):
+    prebuild.kernels = tuple(BuiltKernel(f"k-sm_90a-A={a}", "failed", 9, 1, "no") for a in range(3))
+    assert main(["prebuild", "--model", "glm-5.3"]) == 1
+    assert capsys.readouterr().err == "cumoe: error: k-sm_90a-A=0 and 2 more kernels: no\n"
 
 
 @pytest.mark.parametrize("kernels", [(GOOD, KNOWN), (GOOD, BAD)])
@@ -116,12 +123,19 @@ def test_list_names_models_and_sources(capsys, prebuild):
     assert prebuild.calls == []
 
 
+def test_list_as_json(capsys, prebuild):
+    assert main(["prebuild", "--list", "--json"]) == 0
+    listed = json.loads(capsys.readouterr().out)["models"]
+    assert [model["name"] for model in listed] == list(known_models())
+    assert listed[0]["hidden_size"] == 6144
+
+
 def test_trouble_is_one_line(monkeypatch, capsys):
     def refuse(**_):
         raise ArgumentError("qwen3-235b: want N a multiple of 128")
 
     monkeypatch.setattr(sys.modules["cumoe.prebuild"], "prebuild", refuse)
-    assert main(["prebuild", "--model", "qwen3-235b", "--tp", "8"]) == 1
+    assert main(["prebuild", "--model", "qwen3-235b", "--tp", "8"]) == 2
     out, err = capsys.readouterr()
     assert (out, err) == ("", "cumoe: error: qwen3-235b: want N a multiple of 128\n")
 
@@ -140,3 +154,23 @@ def test_usage_errors(capsys, arguments, message):
         main(["prebuild", *arguments])
     assert stop.value.code == 2
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "prebuild: want a model, a config, sizes or a kernel"),
+        (["--model", "gpt"], "model: want one of glm-5.3"),
+        (["--model", "glm-5.3", "--arch", "sm_1"], "arch: want one of sm_89"),
+        (["--model", "glm-5.3", "--arch", ""], "arch: want one of sm_89"),
+        (["--model", "glm-5.3", "--tp", "3"], "tp: want a divisor of glm-5.3's"),
+        (["--model", "glm-5.3", "--hidden", "512"], "got hidden alone beside model"),
+    ],
+)
+def test_names_and_sizes_that_cannot_be_used_are_status_2(capsys, arguments, message):
+    assert main(["prebuild", *arguments]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith("cumoe: error: ")
+    assert message in err
+    assert err.count("\n") == 1

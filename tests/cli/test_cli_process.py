@@ -65,6 +65,31 @@ def test_demo_verifies_and_compiles_and_keeps_the_checkpoint(tmp_path):
     assert "wanted a folder without a checkpoint" in one_error_line(again)
 
 
+def test_demo_with_a_cache_that_cannot_be_written_warns_in_one_line(tmp_path, monkeypatch):
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("CUMOE_CACHE_DIR", str(tmp_path / "file"))
+    done = cumoe("demo")
+    assert done.returncode == 0
+    assert values(done.stdout)["result"] == "ok"
+    assert done.stderr.startswith("cumoe: warning: ")
+    assert f"compiled, but {tmp_path}/file cannot be written; name a" in done.stderr
+    assert done.stderr.count("\n") == 1
+
+
+def test_demo_with_kernels_that_do_not_compile_fails():
+    spoil = (
+        "import sys\nfrom cumoe.cli import main\nfrom cumoe.errors import CompileError\n"
+        "from cumoe.store import store\n"
+        "def refuse(spec): raise CompileError('NVRTC says no')\n"
+        "store.lookup, store.build = lambda spec: None, refuse\nsys.exit(main())"
+    )
+    done = cumoe("demo", program=("-c", spoil))
+    assert done.returncode == 1
+    assert values(done.stdout)["result"] == "FAILED"
+    assert " more kernels: NVRTC says no\n" in done.stderr
+    assert done.stderr.count("\n") == 1
+
+
 def test_demo_without_cupy_still_verifies_the_reference():
     done = cumoe("demo", program=("-c", WITHOUT_CUPY))
     assert (done.returncode, done.stderr) == (0, "")

@@ -2,24 +2,33 @@
 
 from __future__ import annotations
 
+import os
 import time
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
 from cumoe.plan.device import H200, DeviceInfo
 from cumoe.plan.enumerate import layer_specs
+from cumoe.plan.spec import KernelSpec
 from cumoe.store import store
 
 GLM_TP8 = {"K": 6144, "N": 256, "num_experts": 256, "topk": 8}
 SMEM = {"sm_89": 101_376, "sm_90a": 232_448, "sm_100a": 232_448, "sm_120a": 101_376}
 
 
+def build(specs: Iterable[KernelSpec]) -> list[store.Cubin]:
+    """Every kernel; the first that NVRTC refuses raises."""
+    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
+        return list(pool.map(store.build, specs))
+
+
 @pytest.mark.parametrize("arch", SMEM)
 def test_a_layer_compiles_for(arch):
     device = DeviceInfo(arch, 132, SMEM[arch])
-    report = store.build(layer_specs(device, K=512, N=256, num_experts=8, topk=2, clamp=True))
-    assert report.failures == ()
-    assert len(report.cubins) > 10
+    cubins = build(layer_specs(device, K=512, N=256, num_experts=8, topk=2, clamp=True))
+    assert len(cubins) > 10
 
 
 def test_cold_compile_of_a_layer_takes_seconds(monkeypatch, tmp_path):
@@ -29,8 +38,8 @@ def test_cold_compile_of_a_layer_takes_seconds(monkeypatch, tmp_path):
     _settings.settings.cache_clear()
     store.forget()
     start = time.perf_counter()
-    report = store.build(layer_specs(H200, **GLM_TP8))
+    cubins = build(layer_specs(H200, **GLM_TP8))
     seconds = time.perf_counter() - start
     _settings.settings.cache_clear()
-    assert (report.failures, store.stats().compiled) == ((), len(report.cubins))
+    assert store.stats().compiled == len(cubins)
     assert seconds < 5

@@ -58,6 +58,7 @@ def test_only_what_is_missing_is_built(kernels, cache):
 
 
 def test_a_failure_stops_no_other_and_carries_the_log(kernels, cache):
+    (kernels / "broken.cu").write_text('static_assert(A == 1, "A is one");\n')
     report = cumoe.prebuild(kernel=[TINY[0], BROKEN, TINY[1]], jobs=1)
     assert counts(report) == (2, 0, 1)
     assert not report.ok
@@ -65,6 +66,18 @@ def test_a_failure_stops_no_other_and_carries_the_log(kernels, cache):
     assert failed.name == BROKEN
     assert 'broken.cu(1): error: static assertion failed with "A is one"' in failed.log
     assert len(cubins(cache)) == 2
+    assert not report.is_compiled
+    assert report.causes == (f"{BROKEN}: {failed.log}",)
+
+
+def test_a_name_without_its_constants_is_one_line(cache):
+    """Of a kernel of the library, which NVRTC would answer with a page of errors."""
+    report = cumoe.prebuild(kernel="moe_sum-sm_90a")
+    (cause,) = report.causes
+    assert cause.startswith("moe_sum-sm_90a: NVRTC misses ")
+    missed = cause.partition("misses ")[2].partition(": want the constants")[0]
+    assert {"K", "TOPK"} <= set(missed.split(", "))
+    assert "\n" not in cause
 
 
 def test_a_kernel_that_does_not_exist_is_a_failure_too(kernels, cache):
@@ -79,6 +92,9 @@ def test_a_kernel_that_cannot_be_saved_is_a_failure(kernels, cache):
     report = cumoe.prebuild(kernel=TINY)
     assert counts(report) == (0, 0, 3)
     assert all(f"{cache} cannot be written" in k.log for k in report.kernels)
+    assert report.is_compiled
+    (cause,) = report.causes
+    assert cause.startswith(f"{TINY[0]} and 2 more kernels: compiled, but {cache} cannot be ")
 
 
 def test_prebuild_compiles_although_workers_may_not(kernels, cache, monkeypatch):
@@ -111,6 +127,28 @@ def test_kernels_named_twice_are_built_once(kernels, cache):
 def test_nothing_to_build_is_an_error():
     with pytest.raises(ArgumentError, match="prebuild: want a model, a config, sizes or a kernel"):
         cumoe.prebuild()
+
+
+@pytest.mark.parametrize("arch", ["", "sm_90", "sm_90a,", ["sm_90a", "bla"]])
+def test_an_unknown_architecture_is_refused_before_any_compile(kernels, cache, arch):
+    with pytest.raises(ArgumentError, match=r"arch: want one of sm_89, sm_90a, .*, got '"):
+        cumoe.prebuild(kernel=TINY, arch=arch)
+    assert not cache.exists()
+
+
+@pytest.mark.parametrize(
+    ("sizes", "message"),
+    [
+        ({"top_k": 5}, "top_k: want 1 to 4 in the layer, got 5"),
+        ({"experts": 128, "top_k": 65}, "top_k: want 1 to 64 in the layer, got 65"),
+        ({"experts": 4097}, "experts: want 1 to 4096 in the layer, got 4097"),
+    ],
+)
+def test_sizes_that_no_op_takes_are_refused_before_any_compile(cache, sizes, message):
+    with pytest.raises(ArgumentError) as error:
+        cumoe.prebuild(**SIZES | sizes)
+    assert str(error.value).startswith(message)
+    assert not cache.exists()
 
 
 def test_a_selection_is_what_serving_engines_reach_on_each_architecture():

@@ -179,6 +179,26 @@ def test_sizes_are_given_together(missing):
         selected_layers(sizes)
 
 
+def test_the_largest_routing_is_taken():
+    sizes = {"hidden": 512, "intermediate": 1024, "experts": 4096, "top_k": 64}
+    (layer,) = selected_layers(sizes)
+    assert (layer.num_experts, layer.topk) == (4096, 64)
+
+
+@pytest.mark.parametrize("other", ["model", "config"])
+def test_a_lone_size_beside_a_model_says_that_both_were_given(tmp_path, other):
+    (tmp_path / "config.json").write_text(json.dumps(CONFIGS["qwen"][0]))
+    named = {"model": "glm-5.3", "config": str(tmp_path)}[other]
+    with pytest.raises(ArgumentError, match=rf"got hidden alone beside {other}, which has its"):
+        selected_layers({other: named, "hidden": 512})
+
+
+def test_alpha_and_beta_of_a_config(tmp_path):
+    config = CONFIGS["qwen"][0] | {"swiglu_alpha": 1.702, "swiglu_beta": 1}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert selected_layers({"config": tmp_path})[0].scaled
+
+
 def test_models_configs_and_sizes_are_combined(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(CONFIGS["qwen"][0]))
     sizes = {"hidden": 512, "intermediate": 1024, "experts": 16, "top_k": 2}

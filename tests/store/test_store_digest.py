@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from cumoe.store.digest import source_digest
-from tests.store.tiny_kernels import SCALE, TINY
+from tests.helpers.tiny_kernels import SCALE, TINY
 
 Edit = Callable[[Path], object]
 

@@ -11,7 +11,7 @@ from cumoe.plan.spec import KernelSpec, kernel_spec
 from cumoe.store import explain as explaining
 from cumoe.store import key, store
 from cumoe.store.explain import Difference, explain
-from tests.store.tiny_kernels import TINY
+from tests.helpers.tiny_kernels import TINY
 
 SPEC = kernel_spec("tiny", "sm_90a", A=5, B=6)
 

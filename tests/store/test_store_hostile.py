@@ -11,7 +11,7 @@ import pytest
 from cumoe.plan.spec import kernel_spec
 from cumoe.store import store
 from tests.helpers import child
-from tests.store.tiny_kernels import write_kernels
+from tests.helpers.tiny_kernels import write_kernels
 
 Facts = dict[str, Any]
 IS_ROOT = os.geteuid() == 0

@@ -12,7 +12,7 @@ import pytest
 
 from cumoe.plan.spec import KernelSpec, kernel_spec
 from cumoe.store import key, source
-from tests.store.tiny_kernels import SCALE, TINY, write_kernels
+from tests.helpers.tiny_kernels import SCALE, TINY, write_kernels
 
 SPEC = kernel_spec("tiny", "sm_90a", A=5, B=6)
 Patch = pytest.MonkeyPatch

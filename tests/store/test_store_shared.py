@@ -14,7 +14,7 @@ import cumoe
 from cumoe.plan.spec import kernel_spec
 from cumoe.store import key, store
 from tests.helpers import child
-from tests.store.tiny_kernels import write_kernels
+from tests.helpers.tiny_kernels import write_kernels
 
 ROOT = Path(__file__).parents[2]
 SPEC = kernel_spec("tiny", "sm_90a", A=5)
