@@ -52,8 +52,22 @@ def require_contiguous(v: Facts, name: str) -> None:
     if not v.is_contiguous:
         raise ArgumentError(
             f"{name}: want a contiguous array, got shape {list(v.shape)} with strides "
-            f"{list(v.strides)}; pass {name}.contiguous() or a contiguous copy"
+            f"{list(v.strides)}; pass {contiguous_copy_of(v, name)}"
         )
+
+
+def contiguous_copy_of(v: Facts, name: str) -> str:
+    """How the caller writes a contiguous copy, in the framework of the array: for remedies."""
+    if v.framework == "torch":
+        return f"{name}.contiguous()"
+    module = {"numpy": "np"}.get(v.framework, v.framework)
+    return f"{module}.ascontiguousarray({name})"
+
+
+def require_writeable(v: Facts, name: str) -> None:
+    """The array may be written to."""
+    if not v.writeable:
+        raise ArgumentError(f"{name}: want a writeable array, got a read-only one; pass a copy")
 
 
 def require_choice(value: object, name: str, choices: Iterable[object]) -> None:

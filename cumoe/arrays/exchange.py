@@ -15,7 +15,7 @@ import ml_dtypes
 import numpy as np
 
 from cumoe.arrays.view import CPU, ArrayView, Device, Facts, facts
-from cumoe.errors import DTypeError, UnsupportedDeviceError
+from cumoe.errors import ArgumentError, CumoeError, DTypeError, UnsupportedDeviceError
 
 _NAMES = {"float8_e4m3fn": "e4m3", "bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
 _NUMPY = {
@@ -29,10 +29,13 @@ _viewers: dict[type, Callable[[Any], ArrayView]] = {}
 def view(array: Any, name: str) -> ArrayView:
     """The facts of ``array``; ``name`` is the argument's name for the error message."""
     try:
-        viewer = _viewers[type(array)]
-    except KeyError:
-        viewer = _viewers[type(array)] = _find_viewer(array, name)
-    return viewer(array)
+        try:
+            viewer = _viewers[type(array)]
+        except KeyError:
+            viewer = _viewers[type(array)] = _find_viewer(array)
+        return viewer(array)
+    except CumoeError as error:  # raised below, where the name is not known
+        raise type(error)(f"{name}: {error}") from error.__cause__
 
 
 def optional_view(array: Any, name: str) -> ArrayView | None:
@@ -40,16 +43,30 @@ def optional_view(array: Any, name: str) -> ArrayView | None:
     return None if array is None else view(array, name)
 
 
-def _find_viewer(array: Any, name: str) -> Callable[[Any], ArrayView]:
+def _find_viewer(array: Any) -> Callable[[Any], ArrayView]:
+    cls = type(array)
     if isinstance(array, np.ndarray):
+        if cls not in (
+            np.ndarray,
+            np.memmap,
+        ):  # a mask would be lost, a matrix keeps two dimensions
+            raise DTypeError(
+                f"want a plain NumPy array, got {cls.__module__}.{cls.__qualname__}; convert it "
+                f"with np.asarray(), a masked one with .filled()"
+            )
         return _view_numpy
     if _is_of(array, "torch", "Tensor"):
+        if cls.__torch_dispatch__ is not sys.modules["torch"].Tensor.__torch_dispatch__:
+            raise DTypeError(
+                f"want a torch tensor with memory of its own, got {cls.__module__}."
+                f"{cls.__qualname__}; pass the tensor that it stands for or wraps"
+            )
         return _view_torch
     if _is_of(array, "cupy", "ndarray"):
         return _view_cupy
     raise DTypeError(
-        f"{name}: want a NumPy, torch or CuPy array, got {type(array).__module__}."
-        f"{type(array).__qualname__}; convert it first (torch.from_dlpack takes most arrays)"
+        f"want a NumPy, torch or CuPy array, got {cls.__module__}.{cls.__qualname__}; "
+        f"convert it first (torch.from_dlpack takes most arrays)"
     )
 
 
@@ -59,21 +76,42 @@ def _is_of(array: Any, module: str, cls: str) -> bool:
     return loaded is not None and isinstance(array, getattr(loaded, cls))
 
 
-def _strides(a: Any) -> tuple[int, ...]:
-    return tuple(s // a.itemsize for s in a.strides)
-
-
 def _view_numpy(a: Any) -> ArrayView:
-    name = a.dtype.name
-    made = facts(a.shape, _strides(a), _NAMES.get(name, name), CPU, "numpy")
+    made = _numpy_facts(a.shape, a.strides, a.dtype, CPU, "numpy", a.flags.writeable)
     return ArrayView(a.ctypes.data, made, a)
 
 
 def _view_cupy(a: Any) -> ArrayView:
-    name = a.dtype.name
     device = Device("cuda", a.device.id)
-    made = facts(a.shape, _strides(a), _NAMES.get(name, name), device, "cupy")
+    made = _numpy_facts(a.shape, a.strides, a.dtype, device, "cupy", True)
     return ArrayView(a.data.ptr, made, a)
+
+
+@lru_cache(1 << 16)
+def _numpy_facts(
+    shape: tuple[int, ...],
+    byte_strides: tuple[int, ...],
+    dtype: np.dtype[Any],
+    device: Device,
+    framework: str,
+    writeable: bool,
+) -> Facts:
+    item_bytes = dtype.itemsize
+    if item_bytes == 0:
+        raise DTypeError(f"want elements of at least a byte, got {dtype}; convert it first")
+    if not dtype.isnative:
+        raise DTypeError(
+            f"want the byte order of this machine, got {dtype.str}; "
+            f"convert it with .astype({dtype.newbyteorder('=').name!r})"
+        )
+    if any(n > 1 and s % item_bytes for n, s in zip(shape, byte_strides, strict=True)):
+        raise ArgumentError(
+            f"want strides of whole elements of {item_bytes} bytes, got {list(byte_strides)} "
+            f"bytes (a field of a structured array?); pass a copy"
+        )
+    strides = tuple(s // item_bytes for s in byte_strides)
+    name = dtype.name
+    return facts(shape, strides, _NAMES.get(name, name), device, framework, writeable)
 
 
 _new_view: Callable[..., ArrayView] = tuple.__new__
@@ -81,19 +119,49 @@ _new_view: Callable[..., ArrayView] = tuple.__new__
 
 
 def _view_torch(a: Any) -> ArrayView:
-    made = _torch_facts(a.shape, a.stride(), a.dtype, a.device)
-    return _new_view(ArrayView, (a.data_ptr(), made, a))
+    try:
+        made, may_be_lazy = _torch_facts(a.shape, a.stride(), a.dtype, a.device)
+        if may_be_lazy and (a.is_neg() or a.is_conj()):
+            raise DTypeError(
+                "want the values in memory, got a tensor with its negative or conjugate bit set; "
+                "pass .resolve_neg().resolve_conj()"
+            )
+        return _new_view(ArrayView, (a.data_ptr() or _null(a), made, a))
+    except RuntimeError as error:  # sparse, nested, vmap: no strides or no pointer
+        raise _not_dense(a) from error
+
+
+def _null(a: Any) -> int:
+    # Only an empty tensor has no memory; another one is a stand-in, as in torch.func.functionalize.
+    if a.numel():
+        raise _not_dense(a)
+    return 0
+
+
+def _not_dense(a: Any) -> DTypeError:
+    return DTypeError(
+        f"want a dense torch tensor with memory of its own, got one of layout {a.layout} without; "
+        f"convert it with .to_dense(), and call outside of torch.func transforms such as vmap"
+    )
 
 
 @lru_cache(1 << 16)
-def _torch_facts(shape: Any, strides: tuple[int, ...], dtype: Any, device: Any) -> Facts:
+def _torch_facts(
+    shape: Any, strides: tuple[int, ...], dtype: Any, device: Any
+) -> tuple[Facts, bool]:
+    """The facts, and whether to ask the tensor for its negative and conjugate bits.
+
+    Asking costs as much as a tenth of a view, so a contiguous real tensor on a GPU is not asked:
+    torch sets the bit of a real tensor only in ``conj().imag``, whose strides are even.
+    """
     if device.type not in ("cpu", "cuda"):
         raise UnsupportedDeviceError(
             f"want a tensor on cpu or cuda, got one on {device}; move it with .to('cuda')"
         )
     name = str(dtype).removeprefix("torch.")
     where = CPU if device.type == "cpu" else Device("cuda", device.index)
-    return facts(tuple(shape), strides, _NAMES.get(name, name), where, "torch")
+    made = facts(tuple(shape), strides, _NAMES.get(name, name), where, "torch")
+    return made, device.type == "cpu" or not made.is_contiguous or dtype.is_complex
 
 
 def to_numpy(v: ArrayView) -> np.ndarray[Any, Any]:

@@ -26,7 +26,16 @@ ITEM_BYTES = {
 class Facts:
     """What an array is, without where it lies. Made by `facts`, so equal facts are one object."""
 
-    __slots__ = ("device", "dtype", "extent", "framework", "is_contiguous", "shape", "strides")
+    __slots__ = (
+        "device",
+        "dtype",
+        "extent",
+        "framework",
+        "is_contiguous",
+        "shape",
+        "strides",
+        "writeable",
+    )
 
     shape: tuple[int, ...]
     strides: tuple[int, ...]
@@ -40,16 +49,23 @@ class Facts:
     """First byte and one past the last byte that the array covers, from its pointer."""
     is_contiguous: bool
     """Whether the elements lie without gaps in row-major order."""
+    writeable: bool
+    """False for a read-only NumPy array; torch and CuPy have no such arrays."""
 
 
 @lru_cache(1 << 16)
 def facts(
-    shape: tuple[int, ...], strides: tuple[int, ...], dtype: str, device: Device, framework: str
+    shape: tuple[int, ...],
+    strides: tuple[int, ...],
+    dtype: str,
+    device: Device,
+    framework: str,
+    writeable: bool = True,
 ) -> Facts:
     """The Facts object of an array: always the same one, so that it is a key that costs nothing."""
     made = Facts()
     made.shape, made.strides, made.dtype = shape, strides, dtype
-    made.device, made.framework = device, framework
+    made.device, made.framework, made.writeable = device, framework, writeable
     made.extent = _extent(shape, strides, ITEM_BYTES.get(dtype, 1))
     made.is_contiguous = _is_contiguous(shape, strides)
     return made
@@ -64,9 +80,11 @@ def _extent(shape: tuple[int, ...], strides: tuple[int, ...], item_bytes: int) -
 
 
 def _is_contiguous(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
+    if 0 in shape:
+        return True
     expected = 1
     for size, stride in zip(reversed(shape), reversed(strides), strict=True):
-        if size != 1 and stride != expected and 0 not in shape:
+        if size != 1 and stride != expected:
             return False
         expected *= size
     return True

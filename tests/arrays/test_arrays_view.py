@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import ml_dtypes
 import numpy as np
 import pytest
@@ -64,6 +66,29 @@ def test_torch_to_numpy_and_back_shares_memory(dtype):
     assert (back.dtype, back.data_ptr()) == (dtype, t.data_ptr())
 
 
+def test_an_array_of_numpy_is_handed_through():
+    a = np.ones(3, np.float32)
+    assert to_numpy(view(a, "a")) is a
+    assert from_numpy(a, "numpy") is a
+
+
+def test_every_byte_of_a_narrow_type_reaches_torch():
+    codes = np.arange(256, dtype=np.uint8)
+    back = from_numpy(codes.view(ml_dtypes.float8_e4m3fn), "torch")
+    assert back.view(torch.uint8).tolist() == codes.tolist()
+    bits = np.arange(1 << 16, dtype=np.uint32).astype(np.uint16)
+    back = from_numpy(bits.view(ml_dtypes.bfloat16), "torch")
+    assert back.view(torch.int16).numpy().view(np.uint16).tolist() == bits.tolist()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "uint8", "int32", "int64"])
+def test_other_types_keep_their_name_in_torch(dtype):
+    a = np.arange(6, dtype=dtype).reshape(2, 3)
+    back = from_numpy(a, "torch")
+    assert (str(back.dtype), back.data_ptr()) == (f"torch.{dtype}", a.ctypes.data)
+    assert back.tolist() == a.tolist()
+
+
 def test_a_gradient_does_not_hinder():
     assert to_numpy(view(torch.ones(2, requires_grad=True), "t")).tolist() == [1, 1]
 
@@ -75,7 +100,7 @@ def test_no_array_is_a_type_error(thing):
 
 
 def test_a_meta_tensor_is_refused():
-    with pytest.raises(UnsupportedDeviceError, match="meta"):
+    with pytest.raises(UnsupportedDeviceError, match=r"^x: want .* got one on meta; move it"):
         view(torch.empty(2, device="meta"), "x")
 
 
@@ -91,6 +116,8 @@ def fake(ptr=0, shape=(4,), strides=(1,), dtype="fp32", device=CPU) -> ArrayView
         ((1, 3), (99, 1), True),
         ((2, 1), (1, 7), True),
         ((0, 3), (7, 7), True),
+        ((3, 0), (7, 7), True),
+        ((3, 2, 0), (1, 7, 7), True),
         ((3, 2), (1, 3), False),
         ((), (), True),
     ],
@@ -111,15 +138,19 @@ def test_same_device():
         check.require_same_device([("a", gpu), ("b", fake().facts)])
 
 
-@pytest.mark.parametrize(("start", "overlaps"), [(0, True), (12, True), (16, False), (116, False)])
-def test_overlap(start, overlaps):
-    out = fake(ptr=start)
-    inputs = [("x", fake(ptr=0))]
-    if overlaps:
-        with pytest.raises(ArgumentError, match="out: must not overlap x"):
+@pytest.mark.parametrize(
+    ("start", "overlaps"),
+    [(84, False), (85, True), (100, True), (115, True), (116, False), (300, False)],
+)
+def test_overlap_of_one_byte_at_each_end(start, overlaps):
+    """Against x in bytes 100 to 115: an out of 16 bytes, forward and backward."""
+    inputs = [("none", None), ("x", fake(ptr=100))]
+    for out in (fake(ptr=start), fake(ptr=start + 12, strides=(-1,))):
+        if overlaps:
+            with pytest.raises(ArgumentError, match="out: must not overlap x"):
+                check.require_no_overlap(out, "out", inputs)
+        else:
             check.require_no_overlap(out, "out", inputs)
-    else:
-        check.require_no_overlap(out, "out", inputs)
 
 
 def test_bytes_stand_for_the_narrow_types():
@@ -127,6 +158,27 @@ def test_bytes_stand_for_the_narrow_types():
     assert check.require_dtype(fake(dtype="uint16").facts, "x", "fp16", "bf16") == "bf16"
     with pytest.raises(DTypeError, match="x: want bf16, got fp16"):
         check.require_dtype(fake(dtype="fp16").facts, "x", "bf16")
+
+
+def test_a_contiguous_copy_is_named_in_the_callers_framework():
+    of = {f: facts((2, 2), (1, 2), "fp32", CPU, f) for f in ("numpy", "cupy", "torch")}
+    for framework, remedy in [
+        ("numpy", "np.ascontiguousarray(x)"),
+        ("cupy", "cupy.ascontiguousarray(x)"),
+        ("torch", "x.contiguous()"),
+    ]:
+        assert check.contiguous_copy_of(of[framework], "x") == remedy
+        with pytest.raises(ArgumentError, match=rf"x: want .*; pass {re.escape(remedy)}$"):
+            check.require_contiguous(of[framework], "x")
+
+
+def test_a_read_only_array_is_not_for_results():
+    a = np.zeros(4, np.float32)
+    check.require_writeable(view(a, "out").facts, "out")
+    check.require_writeable(view(torch.zeros(4), "out").facts, "out")
+    a.flags.writeable = False
+    with pytest.raises(ArgumentError, match="out: want a writeable array, got a read-only one"):
+        check.require_writeable(view(a, "out").facts, "out")
 
 
 def test_importing_the_library_touches_nothing():
