@@ -109,11 +109,21 @@ def test_tokens_are_split_to_fit_a_workspace():
     whole = fused.plan(problem, H200).workspace.total
     assert fused.tokens_per_call(problem, H200, None) == 512
     assert fused.tokens_per_call(problem, H200, whole) == 512
-    part = fused.tokens_per_call(problem, H200, whole // 2)
-    assert fused.plan(problem._replace(M=part), H200).workspace.total <= whole // 2
-    assert fused.plan(problem._replace(M=part + 1), H200).workspace.total > whole // 2
     with pytest.raises(ArgumentError, match=r"max_workspace_bytes: one token .* got 1000"):
         fused.tokens_per_call(problem, H200, 1000)
+
+
+@pytest.mark.parametrize("M", [2, 3, 512])
+def test_the_split_takes_every_token_that_fits(M):
+    def needed(tokens: int) -> int:
+        return fused.plan(GLM_TP8._replace(M=tokens), H200).workspace.total
+
+    for bytes_ in (needed(M) - 1, needed(M - 1), needed(M) // 2, needed(1)):
+        if bytes_ >= needed(1):
+            count = fused.tokens_per_call(GLM_TP8._replace(M=M), H200, bytes_)
+            assert needed(count) <= bytes_ < needed(count + 1)
+    assert fused.tokens_per_call(GLM_TP8._replace(M=M), H200, needed(M) - 1) == M - 1
+    assert fused.tokens_per_call(GLM_TP8._replace(M=M), H200, needed(M)) == M
 
 
 def test_a_small_gpu_gets_fewer_stages_or_a_clear_error():
