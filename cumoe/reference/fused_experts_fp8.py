@@ -68,7 +68,9 @@ def fused_experts_fp8(
     slot's result to bf16; weights times results are summed in fp32, j ascending, then scaled by
     ``routed_scaling_factor`` and rounded to bf16.
     """
-    _check_shapes(x, w1, w2, topk_weights, topk_ids, w1_scale, w2_scale, block_shape)
+    if tuple(block_shape) != (BLOCK, BLOCK):
+        raise ArgumentError(f"block_shape must be ({BLOCK}, {BLOCK}), got {tuple(block_shape)}")
+    _check_shapes(x, topk_weights, topk_ids, (w1, w2, w1_scale, w2_scale))
     require_format(scale_format)
     constants = swiglu_constants(swiglu_limit, swiglu_alpha, swiglu_beta, prefix="swiglu_")
     if not np.isfinite(np.float32(routed_scaling_factor)):
@@ -115,17 +117,9 @@ def _weigh_input(tokens: F32, weights: F32) -> tuple[F32, F32]:
 
 
 def _check_shapes(
-    x: Array,
-    w1: Array,
-    w2: Array,
-    topk_weights: Array,
-    topk_ids: Array,
-    w1_scale: Array,
-    w2_scale: Array,
-    block_shape: tuple[int, int],
+    x: Array, topk_weights: Array, topk_ids: Array, weights: tuple[Array, Array, Array, Array]
 ) -> None:
-    if tuple(block_shape) != (BLOCK, BLOCK):
-        raise ArgumentError(f"block_shape must be ({BLOCK}, {BLOCK}), got {tuple(block_shape)}")
+    w1, w2, w1_scale, w2_scale = weights
     require_ndim("x", x, 2, "[M, K]")
     require_ndim("w2", w2, 3, "[E, K, N]")
     require_ndim("topk_ids", topk_ids, 2, "[M, topk]")
