@@ -6,19 +6,26 @@ import warnings
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import cache
-from importlib import metadata
-from pathlib import Path
 
+from cumoe._installed import (
+    CUPY_WHEELS,
+    cuda_devices,
+    dotted,
+    gpus,
+    install,
+    installed,
+    libraries,
+    machine,
+    reinstall,
+)
 from cumoe._settings import make_room_for_cupy, settings
 from cumoe.errors import CumoeError, UnsupportedDeviceError
-from cumoe.launch import device, nvml
+from cumoe.launch import device
 from cumoe.plan.device import ARCHITECTURES, DeviceInfo
 from cumoe.plan.enumerate import Layer, serving_steps
 from cumoe.store import nvrtc
 from cumoe.store.info import cache_info, write_error
 
-CUPY_WHEELS = ("cupy", "cupy-cuda11x", "cupy-cuda12x", "cupy-cuda13x")
 _ONE_KERNEL_OPS = ("per_token_group_quant_fp8", "silu_and_mul_quant_fp8", "moe_align_block_size")
 _REFERENCE = "NumPy reference, on CPU arrays"
 
@@ -58,12 +65,6 @@ def diagnose() -> Diagnosis:
         return Diagnosis(tuple(_facts()), tuple(_ops()), findings)
 
 
-@cache
-def machine() -> nvml.Machine | None:
-    """`nvml.machine`, asked once per diagnosis."""
-    return nvml.machine()
-
-
 def _findings() -> Iterator[Finding]:
     try:
         settings()
@@ -75,7 +76,7 @@ def _findings() -> Iterator[Finding]:
         if finding is not None:
             yield finding
             break  # what follows would only tell of the same fault again
-    for check in (cupy_has_no_folder, gpu_is_unknown, gpu_is_hidden, cache_cannot_be_written):
+    for check in _SEPARATE_CHECKS:
         finding = check()
         if finding is not None:
             yield finding
@@ -83,12 +84,12 @@ def _findings() -> Iterator[Finding]:
 
 def two_cupy_wheels() -> Finding | None:
     """Several CuPy wheels, which overwrite each other's files."""
-    wheels = list(_installed(CUPY_WHEELS))
+    wheels = list(installed(CUPY_WHEELS))
     if len(wheels) < 2:
         return None
     return Finding(
         f"{' and '.join(wheels)} are installed together and overwrite each other's files.",
-        f"pip uninstall -y {' '.join(wheels)}; {_install()}",
+        f"pip uninstall -y {' '.join(wheels)}; {install()}",
     )
 
 
@@ -108,11 +109,13 @@ def _why_no_cupy(error: UnsupportedDeviceError) -> Finding:
             f"CuPy cannot be imported: it wants to make its cache folder ({cause}).",
             "Name a writable folder in CUPY_CACHE_DIR before Python starts.",
         )
-    if not list(_installed(CUPY_WHEELS)):
+    if not list(installed(CUPY_WHEELS)):
         return Finding(
-            "CuPy is not installed: kernels can be neither compiled nor run.", _install()
+            "CuPy is not installed: kernels can be neither compiled nor run.",
+            install(),
+            is_fatal=bool(gpus()),  # without a GPU the reference computes everything
         )
-    return Finding(f"CuPy is installed but cannot be imported ({cause}).", _reinstall())
+    return Finding(f"CuPy is installed but cannot be imported ({cause}).", reinstall())
 
 
 def cupy_has_no_folder() -> Finding | None:
@@ -133,7 +136,7 @@ def nvrtc_is_missing() -> Finding | None:
     try:
         nvrtc.nvrtc_build()
     except CumoeError as error:
-        return Finding(f"NVRTC cannot be used: {error.__cause__ or error}.", _reinstall())
+        return Finding(f"NVRTC cannot be used: {error.__cause__ or error}.", reinstall())
     return None
 
 
@@ -145,10 +148,10 @@ def nvrtc_is_too_new() -> Finding | None:
     try:
         nvrtc.require_driver_supports(driver.cuda)
     except UnsupportedDeviceError as error:
-        where = ", ".join(_libraries("libnvrtc.")) or "a place that /proc/self/maps does not show"
+        where = ", ".join(libraries("libnvrtc.")) or "a place that /proc/self/maps does not show"
         return Finding(
             f"{str(error).partition(':')[0]} (CuPy found it in {where}).",
-            f"Update the driver; or {_install()}, and see that no newer libnvrtc comes before it "
+            f"Update the driver; or {install()}, and see that no newer libnvrtc comes before it "
             f"in LD_LIBRARY_PATH or from another wheel.",
         )
     return None
@@ -156,11 +159,11 @@ def nvrtc_is_too_new() -> Finding | None:
 
 def gpu_is_unknown() -> Finding | None:
     """A GPU that no kernel is written for."""
-    for gpu in _gpus():
+    for gpu in gpus():
         if gpu.capability not in ARCHITECTURES:
             known = ", ".join(f"{major}.{minor}" for major, minor in ARCHITECTURES)
             return Finding(
-                f"{gpu.name} has compute capability {_dotted(gpu.capability)}; kernels are written "
+                f"{gpu.name} has compute capability {dotted(gpu.capability)}; kernels are written "
                 f"for {known}.",
                 "Move arrays to the CPU to have them computed by the NumPy reference.",
             )
@@ -169,11 +172,11 @@ def gpu_is_unknown() -> Finding | None:
 
 def gpu_is_hidden() -> Finding | None:
     """GPUs that the driver shows and CUDA does not."""
-    if not _gpus() or _cuda_devices():
+    if not gpus() or cuda_devices():
         return None
     return Finding(
         f"CUDA offers this process none of the GPUs that the driver shows "
-        f"({', '.join(gpu.name for gpu in _gpus())}).",
+        f"({', '.join(gpu.name for gpu in gpus())}).",
         "See whether CUDA_VISIBLE_DEVICES hides them, or a finding above explains it.",
         is_fatal=False,
     )
@@ -194,15 +197,48 @@ def cache_cannot_be_written() -> Finding | None:
     )
 
 
+def arch_is_unknown() -> Finding | None:
+    """A CUMOE_ARCH that no kernel can be compiled for."""
+    arch = settings().arch
+    if arch is None or arch in ARCHITECTURES.values():
+        return None
+    known = ", ".join(ARCHITECTURES.values())
+    return Finding(
+        f"CUMOE_ARCH: wanted one of {known}, got {arch!r}.", "Set one of them, or unset it."
+    )
+
+
+def cache_path_is_missing() -> Finding | None:
+    """Read-only folders that are not there: their kernels are compiled or missed."""
+    missing = [str(folder) for folder in settings().cache_path if not folder.is_dir()]
+    if not missing:
+        return None
+    return Finding(
+        f"CUMOE_CACHE_PATH names what is no folder: {', '.join(missing)}.",
+        "Correct the path, or leave it out.",
+        is_fatal=False,
+    )
+
+
+_SEPARATE_CHECKS = (
+    cupy_has_no_folder,
+    gpu_is_unknown,
+    gpu_is_hidden,
+    arch_is_unknown,
+    cache_cannot_be_written,
+    cache_path_is_missing,
+)
+
+
 def _facts() -> Iterator[tuple[str, str]]:
     driver = machine()
-    for gpu in _gpus():
-        yield "GPU", f"{gpu.name}, compute capability {_dotted(gpu.capability)}"
-    if not _gpus():
+    for gpu in gpus():
+        yield "GPU", f"{gpu.name}, compute capability {dotted(gpu.capability)}"
+    if not gpus():
         yield "GPU", "none"
     cuda = "" if driver is None else f"{driver.cuda // 1000}.{driver.cuda % 1000 // 10}"
     yield "driver", "none" if driver is None else f"{driver.driver}, up to CUDA {cuda}"
-    yield "CuPy", ", ".join(_installed(CUPY_WHEELS, versions=True)) or "not installed"
+    yield "CuPy", ", ".join(installed(CUPY_WHEELS, versions=True)) or "not installed"
     yield "NVRTC", _nvrtc()
     yield from _cache_facts()
 
@@ -212,7 +248,7 @@ def _nvrtc() -> str:
         build = nvrtc.nvrtc_build().rpartition(", ")[2]
     except CumoeError:
         return "none"
-    return ", ".join([build, *_libraries("libnvrtc.")])
+    return ", ".join([build, *libraries("libnvrtc.")])
 
 
 def _cache_facts() -> Iterator[tuple[str, str]]:
@@ -251,48 +287,6 @@ def _archs() -> str:
 
 def _devices() -> Iterator[DeviceInfo]:
     """The GPUs of this process that kernels run on."""
-    for ordinal in range(_cuda_devices()):
+    for ordinal in range(cuda_devices()):
         with suppress(UnsupportedDeviceError):
             yield device.info(ordinal)
-
-
-def _cuda_devices() -> int:
-    return device.device_count() if _gpus() else 0
-
-
-def _gpus() -> tuple[nvml.Gpu, ...]:
-    found = machine()
-    return () if found is None else found.gpus
-
-
-def _installed(wheels: tuple[str, ...], *, versions: bool = False) -> Iterator[str]:
-    for wheel in wheels:
-        with suppress(metadata.PackageNotFoundError):
-            version = metadata.version(wheel)
-            yield f"{wheel} {version}" if versions else wheel
-
-
-def _install() -> str:
-    """The command that installs what fits the driver."""
-    driver = machine()
-    major = 12 if driver is None or driver.cuda < 13000 else 13
-    return f"pip install 'cumoe[cuda{major}]'"
-
-
-def _reinstall() -> str:
-    wheels = " ".join(_installed(CUPY_WHEELS))
-    return f"pip uninstall -y {wheels}; {_install()}" if wheels else _install()
-
-
-def _libraries(name: str) -> list[str]:
-    """Files of this process whose name begins so."""
-    try:
-        maps = Path("/proc/self/maps").read_text()
-    except OSError:
-        return []
-    paths = {line.partition("/")[2] for line in maps.splitlines() if "/" in line}
-    return sorted(f"/{path}" for path in paths if path.rpartition("/")[2].startswith(name))
-
-
-def _dotted(capability: tuple[int, int]) -> str:
-    return ".".join(map(str, capability))

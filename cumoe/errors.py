@@ -68,7 +68,7 @@ class CheckpointError(CumoeError):
 
 
 class CacheFileError(CumoeError):
-    """A file of exported kernels is damaged, or not one that this version can import."""
+    """A file of exported kernels is damaged, of another version, or cannot be read or written."""
 
 
 class CacheWarning(UserWarning):

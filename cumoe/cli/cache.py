@@ -62,10 +62,25 @@ def _add(
     return p
 
 
-def _path(args: argparse.Namespace) -> int:
+def _roots() -> tuple[Path, ...]:
+    """The folders; one that cannot be listed looks empty, so it is named."""
+    from cumoe.store.info import read_error
     from cumoe.store.store import roots
 
-    writable, *others = map(str, roots())
+    for index, root in enumerate(roots()):
+        error = read_error(root)
+        if error is not None:
+            variable = "CUMOE_CACHE_PATH" if index else "CUMOE_CACHE_DIR"
+            print(
+                f"cumoe: warning: {root}: wanted a folder of kernels, got: {error.strerror}; "
+                f"name another in {variable}",
+                file=sys.stderr,
+            )
+    return roots()
+
+
+def _path(args: argparse.Namespace) -> int:
+    writable, *others = map(str, _roots())
     if args.json:
         print_json({"writable": writable, "read_only": others})
     else:
@@ -75,9 +90,8 @@ def _path(args: argparse.Namespace) -> int:
 
 def _list(args: argparse.Namespace) -> int:
     from cumoe.store.manage import entries
-    from cumoe.store.store import roots
 
-    found = {root: sorted(entries(root), key=lambda e: e.kernel) for root in roots()}
+    found = {root: sorted(entries(root), key=lambda e: e.kernel) for root in _roots()}
     now = time.time()
     if args.json:
         listed = {str(root): [_as_json(e, now) for e in each] for root, each in found.items()}
@@ -115,9 +129,8 @@ def _explain(args: argparse.Namespace) -> int:
 
 def _verify(args: argparse.Namespace) -> int:
     from cumoe.store.manage import verify
-    from cumoe.store.store import roots
 
-    found = list(verify(roots()))
+    found = list(verify(_roots()))
     damaged = [(entry, damage) for entry, damage in found if damage]
     if args.json:
         listed = [{"file": str(entry.path), "damage": damage} for entry, damage in damaged]
@@ -132,18 +145,16 @@ def _verify(args: argparse.Namespace) -> int:
 
 def _prune(args: argparse.Namespace) -> int:
     from cumoe.store.manage import prune
-    from cumoe.store.store import roots
 
     if args.max_size is None and args.max_age is None:
         args.refuse("one of the arguments --max-size and --max-age is required")
-    return _removed(args, prune(roots()[0], max_size=args.max_size, max_age_s=args.max_age))
+    return _removed(args, prune(_roots()[0], max_size=args.max_size, max_age_s=args.max_age))
 
 
 def _clean(args: argparse.Namespace) -> int:
     from cumoe.store.manage import clean
-    from cumoe.store.store import roots
 
-    return _removed(args, clean(roots()[0]))
+    return _removed(args, clean(_roots()[0]))
 
 
 def _removed(args: argparse.Namespace, removal: Removal) -> int:
@@ -169,9 +180,8 @@ def _removed(args: argparse.Namespace, removal: Removal) -> int:
 
 def _export(args: argparse.Namespace) -> int:
     from cumoe.store.archive import export_to
-    from cumoe.store.store import roots
 
-    done = export_to(args.file, roots())
+    done = export_to(args.file, _roots())
     if args.json:
         print_json(
             asdict(done) | {"file": str(args.file), "left_out": list(map(str, done.left_out))}

@@ -6,11 +6,13 @@ index.json with the schema and the keys.
 
 from __future__ import annotations
 
+import errno
 import io
 import json
 import os
 import re
 import secrets
+import stat
 import tarfile
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
@@ -59,8 +61,18 @@ def export_to(file: Path, roots: Iterable[Path]) -> Exported:
     """Writes every whole entry of these folders to a new file, or over an old one in one step.
 
     Raises:
-        OSError: the file cannot be written.
+        CacheFileError: the file cannot be written.
     """
+    try:
+        return _export(file, roots)
+    except OSError as error:
+        raise CacheFileError(
+            f"{file}: wanted a file that can be written, got: {error.strerror}; name one in a "
+            "folder that exists and can be written"
+        ) from error
+
+
+def _export(file: Path, roots: Iterable[Path]) -> Exported:
     left_out: list[Path] = []
     keys: dict[str, None] = {}
     with (
@@ -89,8 +101,8 @@ def import_from(file: Path, root: Path) -> Imported:
 
     Raises:
         CacheFileError: the file is damaged, of another schema, or no exported cache; says what is
-            wrong with which part. Nothing was written.
-        OSError: the file cannot be read, or the folder not written.
+            wrong with which part, and nothing was written. Or the file cannot be read, or the
+            folder not be written.
     """
     added = kept = size = 0
     with _opened(file) as (tar, keys):
@@ -103,10 +115,20 @@ def import_from(file: Path, root: Path) -> Imported:
                 if disk.read(root, key).data is not None:
                     kept += 1
                     continue
-                disk.put(path, member.cubin, member.manifest)
+                _put(path, member, root)
             added += 1
             size += len(member.cubin) + len(member.manifest)
     return Imported(added, kept, size)
+
+
+def _put(path: Path, member: _Member, root: Path) -> None:
+    try:
+        disk.put(path, member.cubin, member.manifest)
+    except OSError as error:
+        raise CacheFileError(
+            f"{root}: wanted a cache folder that can be written, got: {error.strerror}; name one "
+            "in CUMOE_CACHE_DIR"
+        ) from error
 
 
 def _read_entry(entry: manage.Entry) -> _Member | None:
@@ -144,8 +166,15 @@ def _replacing(file: Path) -> Iterator[Path]:
 def _opened(file: Path) -> Iterator[tuple[tarfile.TarFile, list[str]]]:
     """The archive and its keys, once its members are the ones that the index names."""
     try:
+        if not stat.S_ISREG(os.stat(file).st_mode):  # a pipe would be waited for
+            raise OSError(errno.EINVAL, "it is no regular file")
         with tarfile.open(file, "r:") as tar:
             yield tar, _keys(tar, file)
+    except OSError as error:
+        raise CacheFileError(
+            f"{file}: wanted an exported cache that can be read, got: {error.strerror}; check the "
+            "path"
+        ) from error
     except (tarfile.TarError, EOFError) as error:
         raise _refusal(
             file, f"wanted an exported cache, got no whole tar file ({error})"

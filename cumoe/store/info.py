@@ -38,6 +38,17 @@ def cache_info() -> CacheInfo:
     return CacheInfo(tuple(map(_folder, store.roots())), store.stats())
 
 
+def read_error(root: Path) -> OSError | None:
+    """Why a folder of kernels cannot be listed; None too where there is none yet."""
+    try:
+        os.listdir(root)
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        return error
+    return None
+
+
 def write_error(root: Path) -> OSError | None:
     """Why no file can be made in a folder, found by making one; leaves nothing behind."""
     there = os.path.isdir(root)

@@ -199,9 +199,10 @@ def test_export_says_what_it_leaves_out(cache, capsys, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["import", "gone.tar"], "No such file or directory: 'gone.tar'"),
+        (["import", "gone.tar"], "gone.tar: wanted an exported cache that can be read, got: No s"),
+        (["import", "/"], "/: wanted an exported cache that can be read, got: it is no regular"),
         (["import", __file__], "wanted an exported cache, got no whole tar file"),
-        (["export", "/nowhere/f.tar"], "No such file or directory: '/nowhere/"),
+        (["export", "/nowhere/f.tar"], "/nowhere/f.tar: wanted a file that can be written, got: "),
     ],
 )
 def test_failures_are_one_line(cache, capsys, arguments, message):
@@ -211,6 +212,40 @@ def test_failures_are_one_line(cache, capsys, arguments, message):
     assert err.startswith("cumoe: error: ")
     assert message in err
     assert err.count("\n") == 1
+    assert ".tmp" not in err
+
+
+def test_a_pipe_is_not_waited_for(cache, capsys, tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    assert main(["cache", "import", str(tmp_path / "pipe")]) == 1
+    assert "got: it is no regular file; check the path" in capsys.readouterr().err
+
+
+def test_import_into_what_cannot_be_written_names_the_folder(cache, capsys, tmp_path, monkeypatch):
+    file = tmp_path / "kernels.tar"
+    run(capsys, "export", file)
+    (tmp_path / "file").touch()
+    folder = tmp_path / "file" / "below"
+    monkeypatch.setenv("CUMOE_CACHE_DIR", str(folder))
+    assert main(["cache", "import", str(file)]) == 1
+    assert capsys.readouterr().err == (
+        f"cumoe: error: {folder}: wanted a cache folder that can be written, got: Not a directory; "
+        "name one in CUMOE_CACHE_DIR\n"
+    )
+
+
+@pytest.mark.parametrize(
+    "action", [["list"], ["verify"], ["prune", "--max-age", "1d"], ["clean"], ["export", "f.tar"]]
+)
+def test_a_file_where_the_folder_should_be_is_named(cache, capsys, tmp_path, monkeypatch, action):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("CUMOE_CACHE_DIR", str(tmp_path / "file"))
+    assert main(["cache", *action]) == 0
+    assert capsys.readouterr().err == (
+        f"cumoe: warning: {tmp_path}/file: wanted a folder of kernels, got: Not a directory; name "
+        "another in CUMOE_CACHE_DIR\n"
+    )
 
 
 @pytest.mark.parametrize(

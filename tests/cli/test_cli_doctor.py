@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from cumoe import _settings, doctor
+from cumoe import _installed, _settings, doctor
 from cumoe.cli import main
 from cumoe.errors import UnsupportedDeviceError
 from cumoe.launch import device, nvml
@@ -46,7 +46,7 @@ def install(monkeypatch, wheels: dict[str, str]) -> None:
             raise metadata.PackageNotFoundError(wheel)
         return wheels[wheel]
 
-    monkeypatch.setattr(doctor.metadata, "version", version)
+    monkeypatch.setattr(_installed.metadata, "version", version)
 
 
 def give_gpu(monkeypatch, *gpus: nvml.Gpu, cuda: int = 13000, visible: int | None = None) -> None:
@@ -121,6 +121,28 @@ def test_no_cupy(monkeypatch):
     finding = only_finding()
     assert finding.problem.startswith("CuPy is not installed")
     assert finding.remedy == "pip install 'cumoe[cuda12]'"
+    assert not finding.is_fatal
+    give_gpu(monkeypatch, H200_GPU, visible=0)
+    assert not doctor.diagnose().ok
+
+
+@pytest.mark.parametrize(("arch", "ok"), [("bla", False), ("sm_90", False), ("sm_100a", True)])
+def test_an_unknown_architecture(monkeypatch, arch, ok):
+    monkeypatch.setenv("CUMOE_ARCH", arch)
+    renew()
+    found = doctor.diagnose()
+    assert found.ok is ok
+    if not ok:
+        assert only_finding().problem.startswith("CUMOE_ARCH: wanted one of sm_89, ")
+        assert only_finding().problem.endswith(f"got {arch!r}.")
+
+
+def test_a_read_only_folder_that_is_not_there(monkeypatch, tmp_path):
+    (tmp_path / "there").mkdir()
+    monkeypatch.setenv("CUMOE_CACHE_PATH", f"{tmp_path}/there:{tmp_path}/gone")
+    renew()
+    assert only_finding().problem == f"CUMOE_CACHE_PATH names what is no folder: {tmp_path}/gone."
+    assert doctor.diagnose().ok
 
 
 def test_a_cupy_that_does_not_import(monkeypatch):

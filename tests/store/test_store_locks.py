@@ -182,6 +182,30 @@ def test_descriptors_are_left_to_the_caller(entry: Path, monkeypatch: pytest.Mon
         locks.let_go()
 
 
+RELEASED = """
+import os, sys, warnings
+from pathlib import Path
+from cumoe.store import locks
+from tests.helpers.child import report
+warnings.simplefilter("ignore", DeprecationWarning)  # libraries may have idle threads
+with locks.compiling(Path(sys.argv[1]), "k") as held:
+    pid = os.fork()
+    if pid == 0:
+        sys.stdin.readline()
+        os._exit(0)
+other = locks._try_exclusive(Path(sys.argv[1]).with_suffix(".lock"), os.O_RDWR)
+alive = os.waitpid(pid, os.WNOHANG) == (0, 0)
+os.kill(pid, 9)
+report(held=held, free=other is not None, alive=alive)
+"""
+
+
+def test_a_released_lock_is_free_though_a_child_forked_under_it_lives(tmp_path: Path) -> None:
+    path = disk.entry_path(tmp_path, KEY)
+    facts = child.result(child.start(RELEASED, path))
+    assert facts == {"held": True, "free": True, "alive": True}
+
+
 HOLDER = """
 import os, subprocess, sys
 from pathlib import Path
