@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -17,6 +18,7 @@ from tests.helpers.compare import (
     assert_rows_close,
     assert_total_close,
     assert_within,
+    row_errors,
 )
 
 BF16 = cases.BF16
@@ -34,6 +36,31 @@ def test_every_routing_is_near_the_float64_oracle(rng, routing, scale_format, li
     case = experts_case(rng, routing=routing)
     got = case.run(fused_experts_fp8, scale_format=scale_format, swiglu_limit=limit)
     assert_gates(got, case.run(fused_experts_float64, swiglu_limit=limit))
+
+
+@pytest.mark.parametrize("scale_format", ["fp32", "ue8m0"])
+@pytest.mark.parametrize("limit", [None, 1.0])
+def test_the_errors_are_those_that_the_page_names(rng, scale_format, limit):
+    """Prints a line of the table in docs/numerics.md, which must hold it."""
+    totals, rows, cosines = [], [], []
+    for routing in cases.ROUTINGS:
+        for num_tokens in (16, 64):
+            case = experts_case(rng, routing=routing, num_tokens=num_tokens, hidden=1024)
+            got = case.run(fused_experts_fp8, scale_format=scale_format, swiglu_limit=limit)
+            exact = case.run(fused_experts_float64, swiglu_limit=limit)
+            if exact.any():
+                flat = [np.asarray(a, np.float64).reshape(1, -1) for a in (got, exact)]
+                lengths = np.linalg.norm(flat, axis=-1)
+                totals.append(row_errors(*flat)[0])
+                rows.append(row_errors(got, exact).max())
+                cosines.append((flat[0] @ flat[1].T).item() / lengths.prod())
+    line = (
+        f"| {scale_format} | {'none' if limit is None else limit} | {min(totals):.3f} – "
+        f"{max(totals):.3f} | {max(rows):.3f} | {min(cosines):.4f} |"
+    )
+    print(line)
+    page = Path(__file__).parents[2] / "docs" / "numerics.md"
+    assert line in page.read_text(encoding="utf-8").splitlines()
 
 
 @pytest.mark.parametrize("num_tokens", [1, 3, 15, 16, 17, 64, 65, 129])
