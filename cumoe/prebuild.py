@@ -154,14 +154,20 @@ def selected_specs(
 
 
 def _archs(arch: str | Sequence[str] | None) -> tuple[str, ...]:
-    from cumoe.plan.enumerate import device_of
-
     if arch is None or arch == ():
         return default_archs()
-    archs = tuple(arch.split(",") if isinstance(arch, str) else arch)
-    for one in archs:
-        device_of(one)  # refuses what it does not know
-    return archs
+    return tuple(
+        _known(one, "arch (--arch)") for one in (arch.split(",") if isinstance(arch, str) else arch)
+    )
+
+
+def _known(arch: str, named: str) -> str:
+    from cumoe.plan.device import ARCHITECTURES
+
+    if arch in ARCHITECTURES.values():
+        return arch
+    known = ", ".join(ARCHITECTURES.values())
+    raise ArgumentError(f"{named}: want one of {known}, got {arch!r}")
 
 
 def default_archs() -> tuple[str, ...]:
@@ -172,7 +178,7 @@ def default_archs() -> tuple[str, ...]:
     present = machine()
     gpus = () if present is None else present.gpus
     found = [ARCHITECTURES[gpu.capability] for gpu in gpus if gpu.capability in ARCHITECTURES]
-    return tuple(dict.fromkeys(found)) or (settings().arch or "sm_90a",)
+    return tuple(dict.fromkeys(found)) or (_known(settings().arch or "sm_90a", "CUMOE_ARCH"),)
 
 
 def _named(kernel: str | Sequence[str]) -> list[KernelSpec]:

@@ -161,8 +161,8 @@ def test_usage_errors(capsys, arguments, message):
     [
         ([], "prebuild: want a model, a config, sizes or a kernel"),
         (["--model", "gpt"], "model: want one of glm-5.3"),
-        (["--model", "glm-5.3", "--arch", "sm_1"], "arch: want one of sm_89"),
-        (["--model", "glm-5.3", "--arch", ""], "arch: want one of sm_89"),
+        (["--model", "glm-5.3", "--arch", "sm_1"], "arch (--arch): want one of sm_89"),
+        (["--model", "glm-5.3", "--arch", ""], "arch (--arch): want one of sm_89"),
         (["--model", "glm-5.3", "--tp", "3"], "tp: want a divisor of glm-5.3's"),
         (["--model", "glm-5.3", "--hidden", "512"], "got hidden alone beside model"),
     ],

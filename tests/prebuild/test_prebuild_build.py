@@ -131,9 +131,19 @@ def test_nothing_to_build_is_an_error():
 
 @pytest.mark.parametrize("arch", ["", "sm_90", "sm_90a,", ["sm_90a", "bla"]])
 def test_an_unknown_architecture_is_refused_before_any_compile(kernels, cache, arch):
-    with pytest.raises(ArgumentError, match=r"arch: want one of sm_89, sm_90a, .*, got '"):
+    with pytest.raises(
+        ArgumentError, match=r"arch \(--arch\): want one of sm_89, sm_90a, .*, got '"
+    ):
         cumoe.prebuild(kernel=TINY, arch=arch)
     assert not cache.exists()
+
+
+def test_an_unknown_architecture_of_the_environment_is_named(cache, monkeypatch):
+    monkeypatch.setenv("CUMOE_ARCH", "bla")
+    _settings.settings.cache_clear()
+    monkeypatch.setattr(nvml, "machine", lambda: None)
+    with pytest.raises(ArgumentError, match=r"CUMOE_ARCH: want one of sm_89, .*, got 'bla'"):
+        cumoe.prebuild(**SIZES)
 
 
 @pytest.mark.parametrize(
