@@ -56,7 +56,7 @@ def whole_elf(data: bytes, name: str) -> bytes:
 @cache
 def nvrtc_build() -> str:
     """The exact compiler: its line ``Cuda compilation tools, release 12.9, V12.9.86``."""
-    ptx = _run("", "version.cu", (), "getPTX")[0].decode()
+    ptx = _run("", "version.cu", ("--no-cache",), "getPTX")[0].decode()  # as flags.py says
     lines = [line.strip("/ ") for line in ptx.splitlines()]
     return next((line for line in lines if line.startswith("Cuda compilation tools")), ptx)
 

@@ -19,10 +19,19 @@ def untested(recorded: dict[str, str], current: dict[str, str], pending: str) ->
     return [stem for stem in changed if stem not in pending]
 
 
-def test_record_is_of_these_kernels():
-    record = json.loads((RESULTS / "tests.json").read_text())
+RECORDS = ["tests", "sanitizer", "coldstart", "activation", "bitwise", "experts"]
+
+
+@pytest.mark.parametrize("name", RECORDS)
+def test_record_is_of_these_kernels(name):
+    record = json.loads((RESULTS / f"{name}.json").read_text())
+    recorded = record.get("environment", record)["kernels_digest"]
     pending = PENDING.read_text() if PENDING.exists() else ""
-    assert untested(record["kernels_digest"], kernels_digest(), pending) == []
+    assert untested(recorded, kernels_digest(), pending) == []
+
+
+def test_every_record_is_checked():
+    assert sorted(p.stem for p in RESULTS.glob("*.json")) == sorted(RECORDS)
 
 
 def test_record_is_of_a_run_that_passed():
