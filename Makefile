@@ -1,7 +1,7 @@
 PYTHON ?= python
 RESULTS ?= bench/results/h200
 
-.PHONY: check test gpu
+.PHONY: check test gpu bench
 
 check:  ## style and types
 	$(PYTHON) -m ruff check .
@@ -15,3 +15,9 @@ gpu:  ## on an H200: the GPU suite and its record, the demo, the sanitizers
 	$(PYTHON) -m pytest -m gpu -p no:cacheprovider -p no:benchmark --record $(RESULTS)/tests.json
 	$(PYTHON) -m cumoe demo | tee $(RESULTS)/demo.txt
 	$(PYTHON) -m bench.sanitize --out $(RESULTS)/sanitizer.json
+	$(PYTHON) -m bench coldstart --out $(RESULTS)/coldstart.json
+
+bench:  ## on an H200 with vLLM installed: times beside it, and the comparison byte for byte
+	$(PYTHON) -m bench activation --out $(RESULTS)/activation.json --plot $(RESULTS)/activation.png
+	$(PYTHON) -m bench.bitwise --out $(RESULTS)/bitwise.json
+	$(PYTHON) -m bench experts --shape glm-5.3-tp8 --m 1,16,512 --out $(RESULTS)/experts.json
