@@ -115,7 +115,7 @@ def _numpy_facts(
 
 
 _new_view: Callable[..., ArrayView] = tuple.__new__
-"""Half the time of calling the NamedTuple: a call on the GPU views three to ten arrays."""
+"""Faster than calling the NamedTuple: a call on the GPU views three to ten arrays."""
 
 
 def _view_torch(a: Any) -> ArrayView:

@@ -34,7 +34,8 @@ class Strategy(NamedTuple):
     """Of a persistent kernel; 0 deals all groups out at once."""
 
 
-# us per call on H200 (driver 580, NVRTC 13.0), 2026-11-30, four rotated inputs in a CUDA graph:
+# us per call on H200 (driver 580, NVRTC 13.0), 2026-11-30, four rotated inputs in a CUDA graph. The
+# sweep itself was not recorded; `python -m bench activation` times what was chosen from it:
 # lanes x threads at once 32x128, 32x256, 16x128; persistent 8x128, 8x256, 8x512, 16x256.
 #   groups    32     0.99  1.04  1.03  1.28  1.26  1.31  1.13
 #           2048     1.50  1.45  1.34  1.63  1.68  1.66  1.62
