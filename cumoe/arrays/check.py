@@ -60,6 +60,8 @@ def contiguous_copy_of(v: Facts, name: str) -> str:
     """How the caller writes a contiguous copy, in the framework of the array: for remedies."""
     if v.framework == "torch":
         return f"{name}.contiguous()"
+    if v.framework == "dlpack":
+        return f"a contiguous copy of {name}"
     module = {"numpy": "np"}.get(v.framework, v.framework)
     return f"{module}.ascontiguousarray({name})"
 
@@ -67,7 +69,10 @@ def contiguous_copy_of(v: Facts, name: str) -> str:
 def require_writeable(v: Facts, name: str) -> None:
     """The array may be written to."""
     if not v.writeable:
-        raise ArgumentError(f"{name}: want a writeable array, got a read-only one; pass a copy")
+        got, remedy = "a read-only one", "pass a copy"
+        if v.framework == "dlpack":
+            got, remedy = "a read-only one, as JAX's are", "leave it out and a new one is returned"
+        raise ArgumentError(f"{name}: want a writeable array, got {got}; {remedy}")
 
 
 def require_choice(value: object, name: str, choices: Iterable[object]) -> None:

@@ -1,4 +1,4 @@
-"""Arrays of NumPy, torch and CuPy to views, and host results back to the caller's framework.
+"""Arrays of NumPy, torch, CuPy and DLPack to views, host results back to the caller's framework.
 
 Frameworks without fp8 or bf16 hold them as bytes (``uint8``, ``uint16``): an op that wants e4m3 or
 bf16 takes those bytes as such (`check.require_dtype`).
@@ -14,6 +14,8 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
+from cumoe.arrays import dlpack
+from cumoe.arrays.export import Export
 from cumoe.arrays.view import CPU, ArrayView, Device, Facts, facts
 from cumoe.errors import ArgumentError, CumoeError, DTypeError, UnsupportedDeviceError
 
@@ -22,6 +24,9 @@ _NUMPY = {
     "e4m3": np.dtype(ml_dtypes.float8_e4m3fn),
     "bf16": np.dtype(ml_dtypes.bfloat16),
 }
+
+_BITS = {"e4m3": np.uint8, "bf16": np.uint16}
+_NUMPY_NAMES = {"fp16": "float16", "fp32": "float32"}
 
 _viewers: dict[type, Callable[[Any], ArrayView]] = {}
 
@@ -64,9 +69,13 @@ def _find_viewer(array: Any) -> Callable[[Any], ArrayView]:
         return _view_torch
     if _is_of(array, "cupy", "ndarray"):
         return _view_cupy
+    if cls is Export:
+        return _view_export
+    if (viewer := dlpack.find_viewer(array)) is not None:
+        return viewer
     raise DTypeError(
-        f"want a NumPy, torch or CuPy array, got {cls.__module__}.{cls.__qualname__}; "
-        f"convert it first (torch.from_dlpack takes most arrays)"
+        f"want a NumPy, torch or CuPy array, or one with __dlpack__, got {cls.__module__}."
+        f"{cls.__qualname__}; convert it first"
     )
 
 
@@ -85,6 +94,10 @@ def _view_cupy(a: Any) -> ArrayView:
     device = Device("cuda", a.device.id)
     made = _numpy_facts(a.shape, a.strides, a.dtype, device, "cupy", True)
     return ArrayView(a.data.ptr, made, a)
+
+
+def _view_export(a: Any) -> ArrayView:
+    return _view_cupy(a.array)._replace(owner=a)
 
 
 @lru_cache(1 << 16)
@@ -168,12 +181,42 @@ def to_numpy(v: ArrayView) -> np.ndarray[Any, Any]:
     """A host array as NumPy, without a copy; e4m3 and bf16 with their ml_dtypes types."""
     if v.framework == "numpy":
         return v.owner  # type: ignore[no-any-return]
+    if v.framework == "dlpack":
+        return _lent_numpy(v)
     import torch
 
     bits = {"e4m3": torch.uint8, "bf16": torch.int16}.get(v.facts.dtype)
     plain = v.owner.detach() if bits is None else v.owner.detach().view(bits)
     out: np.ndarray[Any, Any] = plain.numpy()
     return out.view(_NUMPY[v.facts.dtype]) if v.facts.dtype in _NUMPY else out
+
+
+def _lent_numpy(v: ArrayView) -> np.ndarray[Any, Any]:
+    dtype = _NUMPY.get(v.facts.dtype) or np.dtype(_NUMPY_NAMES.get(v.facts.dtype, v.facts.dtype))
+    plain = np.asarray(_Memory(v, _BITS.get(v.facts.dtype, dtype)))
+    return plain.view(dtype)
+
+
+class _Memory:
+    """What NumPy makes an array of, and keeps as its base: so the loan lasts as long."""
+
+    def __init__(self, v: ArrayView, dtype: Any) -> None:
+        self.loan = v.owner
+        self.__array_interface__ = {
+            "version": 3,
+            "shape": v.facts.shape,
+            "typestr": np.dtype(dtype).str,
+            "strides": tuple(s * np.dtype(dtype).itemsize for s in v.facts.strides),
+            "data": (v.ptr, not v.facts.writeable),
+        }
+
+
+def host_result(a: np.ndarray[Any, Any], like: ArrayView) -> Any:
+    """A host result in the framework of ``like``; with DLPack, a copy where that cannot share."""
+    if like.framework == "dlpack":
+        name = a.dtype.name
+        return Export(a, _NAMES.get(name, name), like.owner.array).delivered()
+    return from_numpy(a, like.framework)
 
 
 def from_numpy(a: np.ndarray[Any, Any], framework: str) -> Any:

@@ -44,13 +44,13 @@ class Facts:
     """A key of ITEM_BYTES, or the framework's own name for a type that no op takes."""
     device: Device
     framework: str
-    """``numpy``, ``torch`` or ``cupy``."""
+    """``numpy``, ``torch``, ``cupy``; ``dlpack`` for every other."""
     extent: tuple[int, int]
     """First byte and one past the last byte that the array covers, from its pointer."""
     is_contiguous: bool
     """Whether the elements lie without gaps in row-major order."""
     writeable: bool
-    """False for a read-only NumPy array; torch and CuPy have no such arrays."""
+    """False for a read-only array of NumPy or DLPack, and JAX's; torch and CuPy have none."""
 
 
 @lru_cache(1 << 16)

@@ -8,18 +8,26 @@ from typing import Any
 
 import numpy as np
 
-from cumoe.arrays.exchange import from_numpy, to_numpy
+from cumoe.arrays import dlpack
+from cumoe.arrays.exchange import host_result, to_numpy
+from cumoe.arrays.export import Export
 from cumoe.arrays.view import ArrayView, Device
 from cumoe.errors import UnsupportedDeviceError
+from cumoe.launch import lending
 from cumoe.launch.device import cupy, device_count, on_device
 
 _CUPY_DTYPE = {
     "e4m3": "uint8", "uint8": "uint8", "bf16": "uint16", "fp32": "float32", "int32": "int32",
 }  # fmt: skip
 
+dlpack.gpu = lending
+
 
 def empty(framework: str, device: Device, shape: tuple[int, ...], dtype: str) -> Any:
-    """An uninitialised contiguous array; e4m3 and bf16 are bytes in CuPy."""
+    """An uninitialised contiguous array; e4m3 and bf16 are bytes in CuPy.
+
+    CuPy allocates for the frameworks of DLPack too: `arrays.export` hands the array over.
+    """
     if framework == "torch":
         return _torch_empty(shape, dtype, device.ordinal)
     return cupy().empty(shape, _CUPY_DTYPE[dtype])
@@ -78,6 +86,8 @@ def host_copy(v: ArrayView) -> np.ndarray[Any, Any]:
         return to_host(v.owner)
     if v.device.kind == "cpu":
         return to_numpy(v)
+    if v.framework == "dlpack":
+        return lending.to_host(v)
     import torch
 
     bits = {"e4m3": torch.uint8, "bf16": torch.int16}.get(v.facts.dtype, v.owner.dtype)
@@ -85,33 +95,37 @@ def host_copy(v: ArrayView) -> np.ndarray[Any, Any]:
     return host
 
 
-def from_host(a: np.ndarray[Any, Any], framework: str, device: Device) -> Any:
-    """A host array in a framework, on a device; NumPy and CPU arrays are not copied."""
-    if framework == "cupy":
+def from_host(a: np.ndarray[Any, Any], like: ArrayView, dtype: str) -> Any:
+    """A host array in the framework and on the device of ``like``; no copy on the CPU."""
+    device = like.device
+    if like.framework == "dlpack" and device.kind == "cuda":
+        return Export(to_device(a, device.ordinal), dtype, like.owner.array).delivered()
+    if like.framework == "cupy":
         return to_device(a, device.ordinal)
-    made = from_numpy(a, framework)
+    made = host_result(a, like)
     return made.to(f"cuda:{device.ordinal}") if device.kind == "cuda" else made
 
 
 def embed(
     v: ArrayView,
-    framework: str,
+    like: ArrayView,
     shape: tuple[int, int, int],
     moves: list[tuple[slice, slice, slice]],
 ) -> Any:
     """Zeros of ``shape`` with parts of ``v`` copied in: rows from, rows to, columns of each matrix.
 
+    In the framework of ``like``, which is on the same device.
     torch does it where ``v`` lies. Other arrays go by way of the host: a strided copy in CuPy would
     compile a kernel of its own.
     """
-    if framework == v.framework == "torch":
+    if like.framework == v.framework == "torch":
         import torch
 
         out = torch.zeros(shape, dtype=v.owner.dtype, device=v.owner.device)
         return _copy_parts(out, v.owner, moves)
     source = host_copy(v)
     out = _copy_parts(np.zeros(shape, source.dtype), source, moves)
-    return from_host(out, framework, v.device)
+    return from_host(out, like, v.facts.dtype)
 
 
 def _copy_parts(out: Any, source: Any, moves: list[tuple[slice, slice, slice]]) -> Any:

@@ -191,6 +191,7 @@ def _require_tokens(given: dict[str, Facts], M: int, K: int, topk: int) -> str:
     if "workspace" in given:
         require_dtype(given["workspace"], "workspace", "uint8")
         require_contiguous(given["workspace"], "workspace")
+        require_writeable(given["workspace"], "workspace")
     return weight_type
 
 

@@ -6,15 +6,23 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from cumoe.arrays.exchange import from_numpy, to_numpy, view
+from cumoe.arrays.dlpack import Loan
+from cumoe.arrays.exchange import host_result, to_numpy, view
+from cumoe.arrays.export import Export
 from cumoe.arrays.view import ArrayView
 from cumoe.launch import memory
 from cumoe.plan.scales import ScaleLayout
 
 
 def new_output(like: ArrayView, shape: tuple[int, ...], dtype: str) -> Any:
-    """A contiguous output in the framework and on the device of ``like``."""
-    return memory.empty(like.framework, like.device, shape, dtype)
+    """A contiguous output in the framework and on the device of ``like``; see `delivered`."""
+    made = memory.empty(like.framework, like.device, shape, dtype)
+    return Export(made, dtype, like.owner.array) if like.framework == "dlpack" else made
+
+
+def delivered(owner: Any) -> Any:
+    """An output as its caller gets it, after the launches that fill it, on its device."""
+    return owner.delivered() if type(owner) in (Loan, Export) else owner
 
 
 def new_scale(like: ArrayView, layout: ScaleLayout) -> Any:
@@ -26,7 +34,7 @@ def new_scale(like: ArrayView, layout: ScaleLayout) -> Any:
 
 
 class QuantizerOutputs(NamedTuple):
-    """The two outputs of a quantizer as the caller gets them, and their addresses."""
+    """The two outputs of a quantizer, `delivered` after the launch, and their addresses."""
 
     q: Any
     scale: Any
@@ -54,6 +62,6 @@ def optional_host(v: ArrayView | None) -> np.ndarray[Any, Any] | None:
     return None if v is None else to_numpy(v)
 
 
-def deliver(v: ArrayView | None, result: np.ndarray[Any, Any], framework: str) -> Any:
-    """The caller's own output, which the reference has filled, or a new one."""
-    return from_numpy(result, framework) if v is None else v.owner
+def deliver(v: ArrayView | None, result: np.ndarray[Any, Any], like: ArrayView) -> Any:
+    """The caller's own output, which the reference has filled, or a new one like ``like``."""
+    return host_result(result, like) if v is None else delivered(v.owner)

@@ -125,7 +125,7 @@ def _run_reference(i: Inputs) -> Any:
         routed_scaling_factor=c.factor,
         out=_outputs.optional_host(i.out),
     )
-    return _outputs.deliver(i.out, result, i.x.framework)
+    return _outputs.deliver(i.out, result, i.x)
 
 
 def _run(i: Inputs, max_workspace_bytes: int | None) -> Any:
@@ -138,7 +138,7 @@ def _run(i: Inputs, max_workspace_bytes: int | None) -> Any:
         module.require_loaded(plan.steps, ordinal, stream)
     for first, problem, plan in parts:
         _launch(plan, problem, i, first, workspace.ptr, stream)
-    return i.out.owner if i.out else None
+    return _outputs.delivered(i.out.owner) if i.out else None
 
 
 @lru_cache(4096)

@@ -11,7 +11,7 @@ from cumoe.arrays.check import (
     require_ndim,
     require_same_device,
 )
-from cumoe.arrays.exchange import from_numpy, optional_view, to_numpy, view
+from cumoe.arrays.exchange import host_result, optional_view, to_numpy, view
 from cumoe.arrays.view import ArrayView, Facts
 from cumoe.errors import ArgumentError
 from cumoe.launch import device, memory, module, run
@@ -73,7 +73,7 @@ def moe_align_block_size(
         results = reference.moe_align_block_size(
             to_numpy(ids), block_size, num_experts, _outputs.optional_host(map_view)
         )
-        sorted_token_ids, expert_ids, used = (from_numpy(r, ids.framework) for r in results)
+        sorted_token_ids, expert_ids, used = (host_result(r, ids) for r in results)
         return sorted_token_ids, expert_ids, used
     with device.on_device(where.ordinal):
         return _run(ids, map_view, problem, where.ordinal)
@@ -98,7 +98,8 @@ def _run(
         ids.ptr, 0 if map_view is None else map_view.ptr,
         scratch.ptr, scratch.ptr + plan.chunks * experts * 4, *pointers,
     )  # fmt: skip
-    return results
+    sorted_token_ids, expert_ids, used = (_outputs.delivered(r) for r in results)
+    return sorted_token_ids, expert_ids, used
 
 
 def launch_align(

@@ -53,10 +53,10 @@ def pad_experts(
     n, k = ceil_to(N, multiple), ceil_to(K, multiple)
     blocks_n, blocks_k = n // GROUP_SIZE, k // GROUP_SIZE
     return (
-        _pad_halves(v1, (E, 2 * n, k), v1.framework),
-        _pad(v2, (E, k, n), v1.framework),
-        _pad_halves(s1, (E, 2 * blocks_n, blocks_k), v1.framework),
-        _pad(s2, (E, blocks_k, blocks_n), v1.framework),
+        _pad_halves(v1, (E, 2 * n, k), v1),
+        _pad(v2, (E, k, n), v1),
+        _pad_halves(s1, (E, 2 * blocks_n, blocks_k), v1),
+        _pad(s2, (E, blocks_k, blocks_n), v1),
     )
 
 
@@ -74,15 +74,15 @@ def _require_shapes(w1: Facts, w2: Facts, w1_scale: Facts, w2_scale: Facts) -> t
     return E, N, K
 
 
-def _pad(v: ArrayView, shape: tuple[int, int, int], framework: str) -> Any:
+def _pad(v: ArrayView, shape: tuple[int, int, int], like: ArrayView) -> Any:
     _, rows, columns = v.facts.shape
-    return memory.embed(v, framework, shape, [(slice(0, rows), slice(0, rows), slice(0, columns))])
+    return memory.embed(v, like, shape, [(slice(0, rows), slice(0, rows), slice(0, columns))])
 
 
-def _pad_halves(v: ArrayView, shape: tuple[int, int, int], framework: str) -> Any:
+def _pad_halves(v: ArrayView, shape: tuple[int, int, int], like: ArrayView) -> Any:
     """Gate rows to the start of the first half, up rows to the start of the second."""
     _, rows, columns = v.facts.shape
     half, target = rows // 2, shape[1] // 2
     gate = (slice(0, half), slice(0, half), slice(0, columns))
     up = (slice(half, rows), slice(target, target + half), slice(0, columns))
-    return memory.embed(v, framework, shape, [gate, up])
+    return memory.embed(v, like, shape, [gate, up])

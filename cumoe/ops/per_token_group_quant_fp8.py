@@ -88,8 +88,8 @@ def per_token_group_quant_fp8(
             out_scale=_outputs.optional_host(scale_view),
         )
         return (
-            _outputs.deliver(out_view, q, x_view.framework),
-            _outputs.deliver(scale_view, scale, x_view.framework),
+            _outputs.deliver(out_view, q, x_view),
+            _outputs.deliver(scale_view, scale, x_view),
         )
 
     ordinal, layout = x_view.device.ordinal, call.layout
@@ -100,7 +100,7 @@ def per_token_group_quant_fp8(
             x_view.ptr, call.row_stride, 0, made.q_pointer, made.scale_pointer,
             *layout.strides, call.M, call.rows,
         )  # fmt: skip
-    return made.q, made.scale
+        return _outputs.delivered(made.q), _outputs.delivered(made.scale)
 
 
 class _Call(NamedTuple):

@@ -118,8 +118,8 @@ def silu_and_mul_quant_fp8(
             out_scale=_outputs.optional_host(scale_view),
         )
         return (
-            _outputs.deliver(out_view, q, x.framework),
-            _outputs.deliver(scale_view, scale, x.framework),
+            _outputs.deliver(out_view, q, x),
+            _outputs.deliver(scale_view, scale, x),
         )
 
     ordinal, layout = x.device.ordinal, call.layout
@@ -134,7 +134,7 @@ def silu_and_mul_quant_fp8(
                 call.num_experts, call.num_experts, plan.chunk_rows,
                 call.limit or 0.0, call.alpha, call.beta,
             )  # fmt: skip
-    return made.q, made.scale
+        return _outputs.delivered(made.q), _outputs.delivered(made.scale)
 
 
 class _Call(NamedTuple):
