@@ -95,7 +95,7 @@ def test_a_gradient_does_not_hinder():
 
 @pytest.mark.parametrize("thing", [[1.0], 3, None, "x"])
 def test_no_array_is_a_type_error(thing):
-    with pytest.raises(DTypeError, match="x: want a NumPy, torch or CuPy array, or one with __dlpack__, got builtins"):
+    with pytest.raises(DTypeError, match=r"x: want .*, or one with __dlpack__, got builtins"):
         view(thing, "x")
 
 
