@@ -1,7 +1,8 @@
 """FP8 Mixture-of-Experts kernels for NVIDIA GPUs, compiled at run time by NVRTC.
 
-Arrays are NumPy, CuPy, torch or any with `__dlpack__`; results come back in the framework and on the
-device of the first array argument. CPU arrays are computed by the NumPy reference, GPU arrays by the kernels.
+Arrays are NumPy, CuPy, torch or any with `__dlpack__`; results come back in the framework and on
+the device of the first array argument. CPU arrays are computed by the NumPy reference, GPU arrays
+by the kernels.
 Importing this package touches no GPU, no CuPy and no environment variable.
 """
 

@@ -71,6 +71,9 @@ class Gpu(Protocol):
 
 gpu: Gpu | None = None
 
+_new_view: Callable[..., ArrayView] = tuple.__new__
+"""Faster than calling the NamedTuple."""
+
 
 class Loan:
     """A caller's array, and what its export lent. The memory is the producer's again at the end.
@@ -148,7 +151,7 @@ def _view(array: Any, *, immutable: bool) -> ArrayView:
     except BaseException:
         loan.end()
         raise
-    return ArrayView((data or 0) + offset, made, loan)
+    return _new_view(ArrayView, ((data or 0) + offset, made, loan))
 
 
 def _borrow(array: Any, kind: int, ordinal: int) -> tuple[Any, Visit | None]:
