@@ -156,16 +156,23 @@ def new_workspace(s: Shape, layer: Layer, inputs: Inputs, scale_format: str, out
     """As many bytes as the plan of these calls wants."""
     import torch
 
+    from cumoe.arrays.exchange import optional_view
     from cumoe.launch import device
-    from cumoe.ops._experts_inputs import checked_inputs, scalars
+    from cumoe.ops._experts_inputs import checked, scalars
     from cumoe.plan import fused_experts_fp8 as planning
 
     x, weights, ids = inputs.of(0)
-    checked = checked_inputs(
-        x, layer.w1, layer.w2, weights, ids, layer.w1_scale, layer.w2_scale, layer.expert_map,
-        None, out, scalars((128, 128), scale_format, s.limit, 1.0, 0.0, None, False, 1.0),
-    ).checked  # fmt: skip
-    plan = planning.plan(checked.problem, device.info(x.device.index))
+    views = [
+        optional_view(a, "an array")
+        for a in (
+            x, layer.w1, layer.w2, weights, ids, layer.w1_scale, layer.w2_scale, layer.expert_map,
+            out, None,
+        )
+    ]  # fmt: skip
+    plain = scalars((128, 128), scale_format, s.limit, 1.0, 0.0, None, False, 1.0, None)
+    facts = [None if v is None else v.facts for v in views]
+    problem = checked(*facts, tuple(0 if v is None else v.start for v in views), plain).problem
+    plan = planning.plan(problem, device.info(x.device.index))
     return torch.empty(plan.workspace.total, dtype=torch.uint8, device=x.device)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from ctypes import c_int64, c_uint64
 from pathlib import Path
 from typing import Any
 
@@ -15,17 +16,19 @@ def reader(inputs: Iterable[Iterable[Any]]) -> Callable[[int], None]:
     import torch
 
     from cumoe.launch import driver
+    from cumoe.plan.spec import LaunchSpec
 
     function, grid = _load()
-    launcher = driver.Launcher(function, 256, 0, "PPq")
+    chunks, target, count = c_uint64(), c_uint64(), c_int64()
+    launcher = driver.Launcher(function, LaunchSpec(grid, 256), (chunks, target, count))
     lists = [torch.tensor(_chunks(tensors), device="cuda") for tensors in inputs]
     sink = torch.zeros(1, dtype=torch.int32, device="cuda")
 
     def call(i: int) -> None:
-        arguments = lists[i].data_ptr(), sink.data_ptr(), lists[i].numel()
-        driver.check(
-            launcher(grid, torch.cuda.current_stream().cuda_stream, arguments), "read_only"
-        )
+        chunks.value, target.value = lists[i].data_ptr(), sink.data_ptr()
+        count.value = lists[i].numel()
+        launcher.config.stream = torch.cuda.current_stream().cuda_stream
+        driver.check(launcher.fire(), "read_only")
 
     return call
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from functools import lru_cache
+from typing import NamedTuple
 
-from cumoe.arrays.view import ArrayView, Device, Facts
+from cumoe.arrays.view import Device, Facts
 from cumoe.errors import ArgumentError, DeviceMismatchError, DTypeError
 
 # Bytes stand for the narrow types in frameworks that lack them.
@@ -95,18 +97,39 @@ def require_same_device(arrays: Iterable[tuple[str, Facts | None]]) -> Device:
     return first.device
 
 
-def require_no_overlap(
-    out: ArrayView | None, name: str, inputs: Iterable[tuple[str, ArrayView | None]]
-) -> None:
-    """An output, where there is one, shares no byte with an input."""
-    if out is None:
-        return
-    start, facts, _ = out
-    low, high = facts.extent
-    for other_name, other in inputs:
-        if other is None:
-            continue
-        other_start, other_facts, _ = other
-        other_low, other_high = other_facts.extent
-        if start + low < other_start + other_high and other_start + other_low < start + high:
-            raise ArgumentError(f"{name}: must not overlap {other_name}; pass a buffer of its own")
+class Apart(NamedTuple):
+    """Two arrays of a call that overlap where their addresses are too near."""
+
+    one: int
+    other: int
+    low: int
+    high: int
+    """They share a byte if ``low < address of other - address of one < high``."""
+
+
+@lru_cache(4096)
+def apart(
+    arrays: tuple[Facts, ...], num_inputs: int, *, in_place: bool = False
+) -> tuple[Apart, ...]:
+    """What `require_apart` has to test: each output with all arrays before it.
+
+    ``in_place``: the first output may be the first input, with its address and its strides.
+    """
+    found = []
+    for i, out in enumerate(arrays[num_inputs:], num_inputs):
+        for j, other in enumerate(arrays[:i]):
+            pair = Apart(i, j, out.extent[0] - other.extent[1], out.extent[1] - other.extent[0])
+            if in_place and (i, j) == (num_inputs, 0) and out.strides == other.strides:
+                found += [pair._replace(high=0), pair._replace(low=0)]
+            elif out.extent != (0, 0) != other.extent:
+                found.append(pair)
+    return tuple(found)
+
+
+def require_apart(pairs: tuple[Apart, ...], addresses: Sequence[int], names: Sequence[str]) -> None:
+    """An output shares no byte with an array that came before it."""
+    for one, other, low, high in pairs:
+        if low < addresses[other] - addresses[one] < high:
+            raise ArgumentError(
+                f"{names[one]}: must not overlap {names[other]}; pass a buffer of its own"
+            )

@@ -7,7 +7,7 @@ bf16 takes those bytes as such (`check.require_dtype`).
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import lru_cache
 from typing import Any
 
@@ -16,7 +16,7 @@ import numpy as np
 
 from cumoe.arrays import dlpack
 from cumoe.arrays.export import Export
-from cumoe.arrays.view import CPU, ArrayView, Device, Facts, facts
+from cumoe.arrays.view import CPU, LINE, ArrayView, Device, Facts, facts
 from cumoe.errors import ArgumentError, CumoeError, DTypeError, UnsupportedDeviceError
 
 _NAMES = {"float8_e4m3fn": "e4m3", "bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
@@ -175,6 +175,28 @@ def _torch_facts(
     where = CPU if device.type == "cpu" else Device("cuda", device.index)
     made = facts(tuple(shape), strides, _NAMES.get(name, name), where, "torch")
     return made, device.type == "cpu" or not made.is_contiguous or dtype.is_complex
+
+
+def torch_facts(tensors: Iterable[Any]) -> tuple[tuple[Any, ...], list[int]]:
+    """All that decides what a call on torch tensors is but addresses, as a key, and the addresses.
+
+    Of each tensor what its view would tell, read without making one: tensors with equal keys have
+    equal facts and starts.
+
+    Raises: RuntimeError for a tensor without strides or memory, which `view` tells by its name.
+    """
+    key: list[Any] = []
+    addresses = []
+    for a in tensors:
+        address = a.data_ptr()
+        key += (a.dtype, a.shape, a.stride(), a.device, address % LINE)
+        addresses.append(address)
+    return tuple(key), addresses
+
+
+def is_torch(array: Any) -> bool:
+    """Whether arrays of this class are viewed as torch tensors; False before the first of them."""
+    return _viewers.get(type(array)) is _view_torch
 
 
 def to_numpy(v: ArrayView) -> np.ndarray[Any, Any]:

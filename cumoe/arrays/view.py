@@ -18,6 +18,9 @@ class Device(NamedTuple):
 
 CPU = Device("cpu", 0)
 
+LINE = 256
+"""Bytes, as cudaMalloc aligns: where an array starts in such a line decides which kernel fits."""
+
 ITEM_BYTES = {
     "e4m3": 1, "uint8": 1, "bf16": 2, "fp16": 2, "uint16": 2, "fp32": 4, "int32": 4, "int64": 8,
 }  # fmt: skip
@@ -106,3 +109,8 @@ class ArrayView(NamedTuple):
     def framework(self) -> str:
         """Whose array it is."""
         return self.facts.framework
+
+    @property
+    def start(self) -> int:
+        """Where it starts in a line of LINE bytes."""
+        return self.ptr % LINE

@@ -6,22 +6,18 @@ Layouts are those of cuda.h, the same in CUDA 12 and 13.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import cache
-from struct import Struct
+from functools import cache, partial
 
 from cumoe.errors import CumoeError, UnsupportedDeviceError
+from cumoe.plan.spec import LaunchSpec
 
 MAX_DYNAMIC_SHARED_SIZE_BYTES = 8
 """CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES"""
 
 CAPTURE_MODE_RELAXED = 2
 """CU_STREAM_CAPTURE_MODE_RELAXED"""
-
-_BUFFER_POINTER, _BUFFER_SIZE = 1, 2
-"""CU_LAUNCH_PARAM_BUFFER_POINTER and _SIZE"""
-_Extra = ctypes.c_void_p * 5
 
 
 class LaunchConfig(ctypes.Structure):
@@ -111,44 +107,32 @@ PROGRAMMATIC_STREAM_SERIALIZATION = 6
 _OVERLAP = LaunchAttribute(PROGRAMMATIC_STREAM_SERIALIZATION, b"", 1, b"")
 
 
-class Launcher:
-    """Launches one function again and again. The driver copies the arguments; one thread at a time.
+Storage = ctypes.c_uint64 | ctypes.c_int64 | ctypes.c_float
+"""Memory of one argument."""
 
-    The structures that the driver reads are made once: a call only fills them in.
+
+class Launcher:
+    """One launch again and again. The driver copies the arguments; one thread at a time.
+
+    What the driver reads is made once: a call sets the stream in ``config``, changes what it wants
+    in the memory of its arguments, and calls ``fire``, which returns the driver's answer.
     """
 
-    __slots__ = ("_buffer", "_call", "_config", "_extra", "_pack_into", "_parameters", "_size")
+    __slots__ = ("_arguments", "_places", "config", "fire")
 
-    def __init__(
-        self, function: int, block: int, smem_bytes: int, abi: str, *, overlap: bool = False
-    ) -> None:
-        layout = Struct("@" + abi)  # native mode aligns fields as the kernel's parameters are
-        self._pack_into = layout.pack_into
-        self._buffer = ctypes.create_string_buffer(layout.size)
-        self._size = ctypes.c_size_t(layout.size)
-        self._config = LaunchConfig(1, 1, 1, block, 1, 1, smem_bytes, None, None, 0)
-        if overlap:
-            self._config.attributes = ctypes.addressof(_OVERLAP)
-            self._config.num_attributes = 1
-        self._extra = _Extra(
-            _BUFFER_POINTER,
-            ctypes.addressof(self._buffer),
-            _BUFFER_SIZE,
-            ctypes.addressof(self._size),
-            None,
+    def __init__(self, function: int, launch: LaunchSpec, arguments: Sequence[Storage]) -> None:
+        self._arguments = arguments
+        self._places = (ctypes.c_void_p * len(arguments))(*map(ctypes.addressof, arguments))
+        self.config = LaunchConfig(
+            launch.grid, 1, 1, launch.block, 1, 1, launch.smem_bytes, None, None, 0
         )
-        self._parameters = (
-            ctypes.byref(self._config),
+        if launch.overlap:
+            self.config.attributes = ctypes.addressof(_OVERLAP)
+            self.config.num_attributes = 1
+        self.fire: Callable[[], int] = partial(
+            library().cuLaunchKernelEx,
+            ctypes.byref(self.config),
             ctypes.c_void_p(function),
+            self._places,
             None,
-            self._extra,
         )
-        self._call = library().cuLaunchKernelEx
-
-    def __call__(self, grid: int, stream: int, arguments: tuple[float, ...]) -> int:
-        """Launches; returns the driver's answer."""
-        self._pack_into(self._buffer, 0, *arguments)
-        self._config.grid_x = grid
-        self._config.stream = stream
-        code: int = self._call(*self._parameters)
-        return code

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache
-from typing import Any
+from functools import cache, partial
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from cumoe.arrays import dlpack
-from cumoe.arrays.exchange import host_result, to_numpy
+from cumoe.arrays.exchange import host_result, to_numpy, view
 from cumoe.arrays.export import Export
 from cumoe.arrays.view import ArrayView, Device
 from cumoe.errors import UnsupportedDeviceError
@@ -33,34 +33,82 @@ def empty(framework: str, device: Device, shape: tuple[int, ...], dtype: str) ->
     return cupy().empty(shape, _CUPY_DTYPE[dtype])
 
 
+class Output(NamedTuple):
+    """An array that a call makes: contiguous, or with its columns contiguous."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    column_rows: int = 0
+    """Rows of storage in each column, padding included; 0 where rows are contiguous."""
+
+
+def maker(framework: str, device: Device, output: Output) -> Callable[[], Any]:
+    """What makes an uninitialised output, again and again, with that device current."""
+    if framework == "torch":
+        return _torch_maker(device.ordinal, output)
+    return partial(_make, framework, device, output)
+
+
+def _make(framework: str, device: Device, output: Output) -> Any:
+    shape, dtype, rows = output
+    if not rows:
+        return empty(framework, device, shape, dtype)
+    return empty(framework, device, (shape[1], rows), dtype)[:, : shape[0]].T
+
+
+def _torch_maker(ordinal: int, output: Output) -> Callable[[], Any]:
+    import torch
+
+    shape, dtype, rows = output
+    options = {"dtype": _torch_dtype(dtype), "device": torch.device("cuda", ordinal)}
+    if not rows:
+        return partial(torch.empty, shape, **options)
+    padded = partial(torch.empty_strided, (rows, shape[1]), (1, rows), **options)
+    return padded if rows == shape[0] else lambda: padded()[: shape[0]]
+
+
 def _torch_empty(shape: tuple[int, ...], dtype: str, ordinal: int) -> Any:
-    make, options = _torch_maker(dtype, ordinal)
-    return make(shape, **options)
+    return _torch_maker(ordinal, Output(shape, dtype))()
 
 
 @cache
-def _torch_maker(dtype: str, ordinal: int) -> tuple[Callable[..., Any], dict[str, Any]]:
+def _torch_dtype(dtype: str) -> Any:
     import torch
 
     names = {"e4m3": "float8_e4m3fn", "bf16": "bfloat16", "fp32": "float32"}
-    chosen = getattr(torch, names.get(dtype, dtype))
-    return torch.empty, {"dtype": chosen, "device": torch.device("cuda", ordinal)}
+    return getattr(torch, names.get(dtype, dtype))
 
 
-def current_stream(v: ArrayView) -> int:
-    """The caller's current stream, in the framework of this array (on the current device)."""
-    if v.framework == "torch":
-        return _torch_stream_getter()(v.device.ordinal)
-    return int(cupy().cuda.get_current_stream().ptr)
+class Ways(NamedTuple):
+    """What a call asks of a framework each time."""
+
+    current_device: Callable[[], int]
+    current_stream: Callable[[int], int]
+    """Of a device; with CuPy, of the current one."""
+    address: Callable[[Any], int]
 
 
 @cache
-def _torch_stream_getter() -> Callable[[int], int]:
-    """torch's raw getter where this torch has it, else the public one, which makes a Stream."""
+def ways(framework: str) -> Ways:
+    """torch's own where its arrays come, CuPy's for all others."""
+    if framework != "torch":
+        return Ways(
+            lambda: int(cupy().cuda.runtime.getDevice()),
+            lambda ordinal: int(cupy().cuda.get_current_stream().ptr),
+            lambda array: view(array, "output").ptr,
+        )
     import torch
 
-    raw: Callable[[int], int] | None = getattr(torch._C, "_cuda_getCurrentRawStream", None)
-    return raw or (lambda ordinal: int(torch.cuda.current_stream(ordinal).cuda_stream))
+    # The raw getters where this torch has them: the public ones look at more, or make a Stream.
+    device = getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device)
+    stream = getattr(torch._C, "_cuda_getCurrentRawStream", _torch_stream)
+    return Ways(device, stream, torch.Tensor.data_ptr)
+
+
+def _torch_stream(ordinal: int) -> int:
+    import torch
+
+    return int(torch.cuda.current_stream(ordinal).cuda_stream)
 
 
 def to_device(a: np.ndarray[Any, Any], ordinal: int) -> Any:

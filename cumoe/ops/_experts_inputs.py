@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
 from typing import Any, NamedTuple
 
 from cumoe.arrays.check import (
@@ -11,13 +10,11 @@ from cumoe.arrays.check import (
     require_contiguous,
     require_dtype,
     require_ndim,
-    require_no_overlap,
     require_same_device,
     require_shape,
     require_writeable,
 )
-from cumoe.arrays.exchange import optional_view, view
-from cumoe.arrays.view import ArrayView, Facts
+from cumoe.arrays.view import Device, Facts
 from cumoe.errors import ArgumentError, DTypeError
 from cumoe.ops import _inputs
 from cumoe.ops.moe_align_block_size import require_topk_ids
@@ -29,7 +26,7 @@ from cumoe.plan.silu_and_mul_quant_fp8 import clamp_kind
 
 ARRAYS = (
     "x", "w1", "w2", "topk_weights", "topk_ids", "w1_scale", "w2_scale", "expert_map",
-    "workspace", "out",
+    "out", "workspace",
 )  # fmt: skip
 
 
@@ -44,6 +41,7 @@ class Scalars(NamedTuple):
     num_experts: int | None
     weight_on_input: bool
     factor: float
+    max_workspace_bytes: int | None
 
 
 def scalars(
@@ -55,6 +53,7 @@ def scalars(
     num_experts: Any,
     apply_router_weight_on_input: Any,
     routed_scaling_factor: Any,
+    max_workspace_bytes: Any,
 ) -> Scalars:
     """The scalars of a call, each of the type that it must have."""
     number, whole_number = _inputs.number, _inputs.whole_number
@@ -67,6 +66,9 @@ def scalars(
         None if num_experts is None else whole_number(num_experts, "num_experts"),
         _inputs.truth(apply_router_weight_on_input, "apply_router_weight_on_input"),
         number(routed_scaling_factor, "routed_scaling_factor"),
+        None
+        if max_workspace_bytes is None
+        else whole_number(max_workspace_bytes, "max_workspace_bytes"),
     )
 
 
@@ -81,69 +83,40 @@ class Checked(NamedTuple):
     """What the facts of a call's arrays and its scalars say."""
 
     problem: Problem
+    device: Device
     x_row_stride: int
     out_row_stride: int
+    given: dict[str, Facts]
+    """By name, those that are not None."""
     scalars: Scalars
 
-
-class Inputs(NamedTuple):
-    """One call: its arrays, and what was found out about them."""
-
-    x: ArrayView
-    w1: ArrayView
-    w2: ArrayView
-    topk_weights: ArrayView
-    topk_ids: ArrayView
-    w1_scale: ArrayView
-    w2_scale: ArrayView
-    expert_map: ArrayView | None
-    workspace: ArrayView | None
-    out: ArrayView | None
-    checked: Checked
+    @property
+    def options(self) -> dict[str, Any]:
+        """Keyword arguments of the reference."""
+        s = self.scalars
+        return {
+            "scale_format": s.scale_format,
+            "swiglu_limit": s.limit,
+            "swiglu_alpha": s.alpha,
+            "swiglu_beta": s.beta,
+            "num_experts": self.problem.num_experts,
+            "apply_router_weight_on_input": s.weight_on_input,
+            "routed_scaling_factor": s.factor,
+        }
 
 
-def checked_inputs(
-    x: Any,
-    w1: Any,
-    w2: Any,
-    topk_weights: Any,
-    topk_ids: Any,
-    w1_scale: Any,
-    w2_scale: Any,
-    expert_map: Any,
-    workspace: Any,
-    out: Any,
-    plain: Scalars,
-) -> Inputs:
-    """Views of all arrays, after every check that needs no value of theirs."""
-    arrays = (
-        view(x, "x"),
-        view(w1, "w1"),
-        view(w2, "w2"),
-        view(topk_weights, "topk_weights"),
-        view(topk_ids, "topk_ids"),
-        view(w1_scale, "w1_scale"),
-        view(w2_scale, "w2_scale"),
-        optional_view(expert_map, "expert_map"),
-        optional_view(workspace, "workspace"),
-        optional_view(out, "out"),
-    )
-    facts = tuple(_inputs.facts_of(v) for v in arrays)
-    starts = tuple(_inputs.start_of(v) for v in arrays)
-    inputs = Inputs(*arrays, _checked(facts, starts, plain))
-    _require_own_memory(inputs)
-    return inputs
-
-
-@lru_cache(4096)
-def _checked(facts: tuple[Facts | None, ...], starts: tuple[int, ...], plain: Scalars) -> Checked:
-    require_same_device(zip(ARRAYS, facts, strict=True))
+def checked(*facts_starts_scalars: Any) -> Checked:
+    """Every check that needs no address, of the facts of `ARRAYS`, where they start, scalars."""
+    *facts, starts, plain = facts_starts_scalars
+    where = require_same_device(zip(ARRAYS, facts, strict=True))
     given = {name: f for name, f in zip(ARRAYS, facts, strict=True) if f is not None}
     start = dict(zip(ARRAYS, starts, strict=True))
     plain = _checked_scalars(plain)
     E, N, K = _require_weights(given, start)
     M, topk, id_type = require_topk_ids(given["topk_ids"])
     weight_type = _require_tokens(given, M, K, topk)
+    if "workspace" in given:
+        _require_workspace(given["workspace"], start["workspace"])
     if plain.weight_on_input and topk != 1:
         raise ArgumentError(
             f"apply_router_weight_on_input: wants topk 1, got {topk}; weight the output instead"
@@ -169,7 +142,7 @@ def _checked(facts: tuple[Facts | None, ...], starts: tuple[int, ...], plain: Sc
         x_aligned=_inputs.is_aligned(start["x"], x_row_stride, 2, 16),
         out_aligned=_inputs.is_aligned(start["out"], out_row_stride, 2, 16),
     )
-    return Checked(problem, x_row_stride, out_row_stride, plain)
+    return Checked(problem, where, x_row_stride, out_row_stride, given, plain)
 
 
 def _checked_scalars(plain: Scalars) -> Scalars:
@@ -188,11 +161,19 @@ def _require_tokens(given: dict[str, Facts], M: int, K: int, topk: int) -> str:
     require_shape(weights, "topk_weights", M, topk, means="[M, topk] of topk_ids")
     require_contiguous(weights, "topk_weights")
     _inputs.require_expert_map(given.get("expert_map"))
-    if "workspace" in given:
-        require_dtype(given["workspace"], "workspace", "uint8")
-        require_contiguous(given["workspace"], "workspace")
-        require_writeable(given["workspace"], "workspace")
     return weight_type
+
+
+def _require_workspace(workspace: Facts, start: int) -> None:
+    require_dtype(workspace, "workspace", "uint8")
+    require_contiguous(workspace, "workspace")
+    require_writeable(workspace, "workspace")
+    # The reference uses none, so that any address will do.
+    if start % ALIGNMENT and workspace.device.kind == "cuda":
+        raise ArgumentError(
+            f"workspace: want an address that is a multiple of {ALIGNMENT}, got one {start} bytes "
+            f"past it; pass a whole allocation, not a slice of one"
+        )
 
 
 def _require_weights(given: dict[str, Facts], start: dict[str, int]) -> tuple[int, int, int]:
@@ -223,10 +204,10 @@ def _require_weights(given: dict[str, Facts], start: dict[str, int]) -> tuple[in
 def _require_loadable(v: Facts, name: str, start: int) -> None:
     """Rows that can be copied 16 bytes at a time."""
     expert_stride, row_stride, stride = v.strides
-    if stride != 1 or expert_stride % 16 or row_stride % 16 or start:
+    if stride != 1 or expert_stride % 16 or row_stride % 16 or start % 16:
         raise ArgumentError(
             f"{name}: want rows that are contiguous and start at multiples of 16 bytes, got "
-            f"strides {list(v.strides)}, {start} bytes past one; "
+            f"strides {list(v.strides)}, {start % 16} bytes past one; "
             f"pass {contiguous_copy_of(v, name)}"
         )
 
@@ -260,20 +241,3 @@ def _require_out(out: Facts, M: int, K: int) -> int:
             f"{row_stride}; pass a buffer of its own"
         )
     return row_stride
-
-
-def _require_own_memory(i: Inputs) -> None:
-    """Outputs overlap nothing, but for an out that is x; the workspace lies where it may."""
-    arrays = (i.x, i.w1, i.w2, i.topk_weights, i.topk_ids, i.w1_scale, i.w2_scale, i.expert_map)
-    inputs = tuple(zip(ARRAYS[: len(arrays)], arrays, strict=True))  # x comes first
-    if i.out is not None:
-        in_place = (i.out.ptr, i.out.facts.strides) == (i.x.ptr, i.x.facts.strides)
-        require_no_overlap(i.out, "out", inputs[in_place:])
-    if i.workspace is not None:
-        # The reference uses none, so that any address will do.
-        if i.workspace.ptr % ALIGNMENT and i.x.device.kind == "cuda":
-            raise ArgumentError(
-                f"workspace: want an address that is a multiple of {ALIGNMENT}, got "
-                f"{i.workspace.ptr:#x}; pass a whole allocation, not a slice of one"
-            )
-        require_no_overlap(i.workspace, "workspace", (*inputs, ("out", i.out)))

@@ -15,8 +15,9 @@ from cumoe.arrays.check import (
     require_shape,
     require_writeable,
 )
-from cumoe.arrays.view import ArrayView, Facts
+from cumoe.arrays.view import Facts
 from cumoe.errors import ArgumentError, DTypeError
+from cumoe.launch.run import At
 from cumoe.plan.moe_align_block_size import MAX_EXPERTS
 from cumoe.plan.scales import GROUP_SIZE, SCALE_FORMATS, SCALE_LAYOUTS, ScaleLayout
 
@@ -194,16 +195,6 @@ def is_aligned(start: int, stride: int, item_bytes: int, to: int) -> bool:
     return start % to == 0 and (stride * item_bytes) % to == 0
 
 
-def facts_of(v: ArrayView | None) -> Facts | None:
-    """The facts of an array, None for None."""
-    return None if v is None else v.facts
-
-
-def pointer_of(v: ArrayView | None) -> int:
-    """The address of an array, 0 for None."""
-    return 0 if v is None else v.ptr
-
-
-def start_of(v: ArrayView | None) -> int:
-    """Where an array starts in a line of 16 bytes; what is yet to be allocated starts one."""
-    return 0 if v is None else v.ptr % 16
+def at(name: str, v: Facts | None) -> At | int:
+    """The address of an array as an argument of a launch, 0 for None."""
+    return 0 if v is None else At(name)

@@ -6,14 +6,14 @@ from functools import lru_cache
 from typing import Any
 
 from cumoe import reference
-from cumoe.arrays.exchange import to_numpy, view
-from cumoe.arrays.view import ITEM_BYTES, ArrayView
+from cumoe.arrays.view import ITEM_BYTES
 from cumoe.errors import ArgumentError
-from cumoe.launch import device, memory, module
-from cumoe.launch.run import run
-from cumoe.ops import _inputs, _outputs
-from cumoe.ops._experts_inputs import Inputs, checked_inputs, scalars
-from cumoe.ops.moe_align_block_size import launch_align
+from cumoe.launch import device
+from cumoe.launch.memory import Output
+from cumoe.launch.run import At, Launch
+from cumoe.ops._experts_inputs import ARRAYS, Checked, checked, scalars
+from cumoe.ops._op import Call, Op
+from cumoe.ops.moe_align_block_size import align_launches
 from cumoe.plan import fused_experts_fp8 as planning
 from cumoe.plan.device import DeviceInfo
 from cumoe.plan.scales import GROUP_SIZE
@@ -84,138 +84,100 @@ def fused_experts_fp8(
         DTypeError, DeviceMismatchError, UnsupportedDeviceError.
         KernelNotBuiltError: a kernel is not loaded yet and the stream is being captured.
     """
-    plain = scalars(
-        block_shape,
-        scale_format,
-        swiglu_limit,
-        swiglu_alpha,
-        swiglu_beta,
-        num_experts,
-        apply_router_weight_on_input,
-        routed_scaling_factor,
-    )
-    if max_workspace_bytes is not None:
-        max_workspace_bytes = _inputs.whole_number(max_workspace_bytes, "max_workspace_bytes")
-    inputs = checked_inputs(
-        x, w1, w2, topk_weights, topk_ids, w1_scale, w2_scale, expert_map, workspace, out, plain
-    )
-    if inputs.x.device.kind == "cpu":
-        return _run_reference(inputs)
-    with device.on_device(inputs.x.device.ordinal):
-        return _run(inputs, max_workspace_bytes)
-
-
-def _run_reference(i: Inputs) -> Any:
-    c, p = i.checked.scalars, i.checked.problem
-    result = reference.fused_experts_fp8(
-        to_numpy(i.x),
-        to_numpy(i.w1),
-        to_numpy(i.w2),
-        to_numpy(i.topk_weights),
-        to_numpy(i.topk_ids),
-        w1_scale=to_numpy(i.w1_scale),
-        w2_scale=to_numpy(i.w2_scale),
-        scale_format=p.scale_format,
-        swiglu_limit=c.limit,
-        swiglu_alpha=c.alpha,
-        swiglu_beta=c.beta,
-        num_experts=p.num_experts,
-        expert_map=_outputs.optional_host(i.expert_map),
-        apply_router_weight_on_input=p.weight_on_input,
-        routed_scaling_factor=c.factor,
-        out=_outputs.optional_host(i.out),
-    )
-    return _outputs.deliver(i.out, result, i.x)
-
-
-def _run(i: Inputs, max_workspace_bytes: int | None) -> Any:
-    ordinal, stream = i.x.device.ordinal, memory.current_stream(i.x)
-    parts = _parts(i.checked.problem, device.info(ordinal), max_workspace_bytes)
-    if i.out is None:
-        i = i._replace(out=view(_outputs.new_output(i.x, i.x.facts.shape, "bf16"), "out"))
-    workspace = _workspace(i, parts[0][2].workspace.total)
-    for plan in {id(plan): plan for _, _, plan in parts}.values():  # all but the last are alike
-        module.require_loaded(plan.steps, ordinal, stream)
-    for first, problem, plan in parts:
-        _launch(plan, problem, i, first, workspace.ptr, stream)
-    return _outputs.delivered(i.out.owner) if i.out else None
+    return _op(
+        (
+            x, w1, w2, topk_weights, topk_ids, w1_scale, w2_scale, expert_map, out, workspace,
+        ),
+        (
+            block_shape, scale_format, swiglu_limit, swiglu_alpha, swiglu_beta, num_experts,
+            apply_router_weight_on_input, routed_scaling_factor, max_workspace_bytes,
+        ),
+    )  # fmt: skip
 
 
 @lru_cache(4096)
-def _parts(
-    problem: planning.Problem, info: DeviceInfo, max_workspace_bytes: int | None
-) -> tuple[tuple[int, planning.Problem, planning.Plan], ...]:
-    """First token, problem and plan of each part of a call; one part where memory allows it."""
-    tokens = planning.tokens_per_call(problem, info, max_workspace_bytes)
-    starts = range(0, max(1, problem.M), max(1, tokens))
-    problems = [problem._replace(M=min(tokens, problem.M - first)) for first in starts]
-    return tuple(
-        (first, p, planning.plan(p, info)) for first, p in zip(starts, problems, strict=True)
-    )
+def _checked(*facts_starts_scalars: Any) -> Call:
+    c = checked(*facts_starts_scalars)
+    if c.device.kind == "cpu":
+        return Call(c.options)
+    parts = _parts(c.problem, device.info(c.device.ordinal), c.scalars.max_workspace_bytes)
+    made = {} if "out" in c.given else {"out": Output(c.given["x"].shape, "bf16")}
+    needed = parts[0][2].workspace.total
+    if "workspace" in c.given:
+        _require_room(c.given["workspace"].extent[1], needed)
+    else:
+        made["workspace"] = Output((needed,), "uint8")
+    launches = [launch for first, p, plan in parts for launch in _launches(p, plan, c, first)]
+    return Call(c.options, tuple(launches), made)
 
 
-def _workspace(i: Inputs, needed: int) -> ArrayView:
-    if i.workspace is None:
-        return view(_outputs.new_output(i.x, (needed,), "uint8"), "workspace")
-    size = i.workspace.facts.extent[1]
+def _require_room(size: int, needed: int) -> None:
     if size < needed:
         raise ArgumentError(
             f"workspace: this call wants {needed} bytes, got {size}; pass a larger one, or "
             f"max_workspace_bytes={size} to run in parts"
         )
-    return i.workspace
 
 
-def _launch(
-    plan: planning.Plan,
-    p: planning.Problem,
-    i: Inputs,
-    first: int,
-    workspace: int,
-    stream: int,
-) -> None:
+def _launches(p: planning.Problem, plan: planning.Plan, c: Checked, first: int) -> list[Launch]:
     """The launches for tokens first ... first + p.M, in order."""
-    c, where, at = i.checked, i.x.device.ordinal, plan.workspace
-    plain = c.scalars
-    a, a_scale, slots = workspace + at.a, workspace + at.a_scale, workspace + at.slots
-    q, q_scale = workspace + at.q, workspace + at.q_scale
-    num_slots = p.M * p.topk
-    ids = i.topk_ids.ptr + first * p.topk * ITEM_BYTES[p.ids]
-    weights = i.topk_weights.ptr + first * p.topk * ITEM_BYTES[p.weight]
-    expert_map, out = _inputs.pointer_of(i.expert_map), _inputs.pointer_of(i.out)
-    tiles = (
-        workspace + at.sorted_token_ids,
-        workspace + at.expert_ids,
-        workspace + at.num_tokens_post_padded,
-    )
+    s, num_slots = c.scalars, p.M * p.topk
+    at = {name: At("workspace", offset) for name, offset in plan.workspace._asdict().items()}
+    slots, q, q_scale = at["slots"], at["q"], at["q_scale"]
+    tiles = at["sorted_token_ids"], at["expert_ids"], at["num_tokens_post_padded"]
+    ids = At("topk_ids", first * p.topk * ITEM_BYTES[p.ids])
+    weights = At("topk_weights", first * p.topk * ITEM_BYTES[p.weight])
+    expert_map = At("expert_map") if p.has_map else 0
 
-    x = i.x.ptr + first * c.x_row_stride * 2
-    run(
-        plan.quantize, where, stream,
-        x, c.x_row_stride, weights, a, a_scale, p.K // GROUP_SIZE, 1, p.M, p.M,
-    )  # fmt: skip
-    launch_align(
-        plan.align, plan.align_problem, where, stream,
-        ids, expert_map, workspace + at.counts, workspace + at.bases, *tiles,
-    )  # fmt: skip
-    run(
-        plan.gemm1, where, stream,
-        a, a_scale, i.w1.ptr, *i.w1.facts.strides[:2], i.w1_scale.ptr, *i.w1_scale.facts.strides,
-        *tiles, slots, num_slots,
-    )  # fmt: skip
-    run(
-        plan.activate.step, where, stream,
-        slots, 2 * p.N, ids, expert_map, 0, q, q_scale, p.N // GROUP_SIZE, 1,
-        num_slots, num_slots, p.num_experts, p.num_local_experts, plan.activate.chunk_rows,
-        plain.limit or 0.0, plain.alpha, plain.beta,
-    )  # fmt: skip
-    run(
-        plan.gemm2, where, stream,
-        q, q_scale, i.w2.ptr, *i.w2.facts.strides[:2], i.w2_scale.ptr, *i.w2_scale.facts.strides,
-        *tiles, slots, num_slots,
-    )  # fmt: skip
-    run(
-        plan.combine, where, stream,
-        slots, weights, ids, expert_map, out + first * c.out_row_stride * 2, c.out_row_stride,
-        p.M, p.num_experts, p.num_local_experts, plain.factor,
-    )  # fmt: skip
+    def weight(name: str) -> tuple[float | At, ...]:
+        strides, scale = c.given[name].strides, f"{name}_scale"
+        return At(name), *strides[:2], At(scale), *c.given[scale].strides
+
+    return [
+        Launch(
+            plan.quantize,
+            (At("x", first * c.x_row_stride * 2), c.x_row_stride, weights, at["a"], at["a_scale"],
+             p.K // GROUP_SIZE, 1, p.M, p.M),
+        ),
+        *align_launches(
+            plan.align, plan.align_problem, ids, expert_map, at["counts"], at["bases"], *tiles
+        ),
+        Launch(
+            plan.gemm1,
+            (at["a"], at["a_scale"], *weight("w1"), *tiles, slots, num_slots),
+        ),
+        Launch(
+            plan.activate.step,
+            (slots, 2 * p.N, ids, expert_map, 0, q, q_scale, p.N // GROUP_SIZE, 1,
+             num_slots, num_slots, p.num_experts, p.num_local_experts, plan.activate.chunk_rows,
+             s.limit or 0.0, s.alpha, s.beta),
+        ),
+        Launch(plan.gemm2, (q, q_scale, *weight("w2"), *tiles, slots, num_slots)),
+        Launch(
+            plan.combine,
+            (slots, weights, ids, expert_map, At("out", first * c.out_row_stride * 2),
+             c.out_row_stride, p.M, p.num_experts, p.num_local_experts, s.factor),
+        ),
+    ]  # fmt: skip
+
+
+def _parts(
+    problem: planning.Problem, info: DeviceInfo, max_workspace_bytes: int | None
+) -> list[tuple[int, planning.Problem, planning.Plan]]:
+    """First token, problem and plan of each part of a call; one part where memory allows it."""
+    tokens = planning.tokens_per_call(problem, info, max_workspace_bytes)
+    starts = range(0, max(1, problem.M), max(1, tokens))
+    problems = [problem._replace(M=min(tokens, problem.M - first)) for first in starts]
+    return [(first, p, planning.plan(p, info)) for first, p in zip(starts, problems, strict=True)]
+
+
+_op = Op(
+    ARRAYS,
+    required=7,
+    inputs=8,
+    results=("out",),
+    scalars=scalars,
+    check=_checked,
+    reference=reference.fused_experts_fp8,
+    in_place=True,
+)

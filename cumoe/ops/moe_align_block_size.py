@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from functools import lru_cache
+from typing import Any, NamedTuple
 
 from cumoe import reference
 from cumoe.arrays.check import (
@@ -11,11 +12,14 @@ from cumoe.arrays.check import (
     require_ndim,
     require_same_device,
 )
-from cumoe.arrays.exchange import host_result, optional_view, to_numpy, view
-from cumoe.arrays.view import ArrayView, Facts
+from cumoe.arrays.view import Facts
 from cumoe.errors import ArgumentError
-from cumoe.launch import device, memory, module, run
-from cumoe.ops import _inputs, _outputs
+from cumoe.launch import device
+from cumoe.launch.memory import Output
+from cumoe.launch.run import At, Launch
+from cumoe.ops import _inputs
+from cumoe.ops._inputs import at
+from cumoe.ops._op import Call, Op, Starts
 from cumoe.plan import moe_align_block_size as planning
 
 
@@ -50,86 +54,86 @@ def moe_align_block_size(
         >>> slots.tolist(), experts.tolist(), used.tolist()
         ([1, 4, 3, 4, 0, 2, 4, 4], [0, 1, 2, -1], [6])
     """
-    block_size = _inputs.whole_number(block_size, "block_size")
-    num_experts = _inputs.whole_number(num_experts, "num_experts")
-    ids, map_view = view(topk_ids, "topk_ids"), optional_view(expert_map, "expert_map")
-    map_facts = _inputs.facts_of(map_view)
-    M, topk, id_type = require_topk_ids(ids.facts)
-    _inputs.require_expert_map(map_facts)
-    experts = _inputs.id_space(num_experts, map_facts, default=num_experts)
+    result: tuple[Any, Any, Any] = _op((topk_ids, expert_map), (block_size, num_experts))
+    return result
+
+
+class _Scalars(NamedTuple):
+    """The arguments that are no arrays, as plain Python values."""
+
+    block_size: int
+    num_experts: int
+
+
+def _scalars(block_size: Any, num_experts: Any) -> _Scalars:
+    return _Scalars(
+        _inputs.whole_number(block_size, "block_size"),
+        _inputs.whole_number(num_experts, "num_experts"),
+    )
+
+
+@lru_cache(4096)
+def _checked(ids: Facts, expert_map: Facts | None, starts: Starts, plain: _Scalars) -> Call:
+    M, topk, id_type = require_topk_ids(ids)
+    _inputs.require_expert_map(expert_map)
+    block_size = plain.block_size
+    experts = _inputs.id_space(plain.num_experts, expert_map, default=plain.num_experts)
     _inputs.require_expert_count(experts)
     if block_size < 1:
         raise ArgumentError(f"block_size: want a positive number, got {block_size}")
-    where = require_same_device([("topk_ids", ids.facts), ("expert_map", map_facts)])
-    problem = planning.Problem(
-        M * topk, block_size, experts, experts, id_type, map_view is not None
-    )
+    where = require_same_device([("topk_ids", ids), ("expert_map", expert_map)])
     if planning.padded_bound(M * topk, experts, block_size) > _inputs.INT32_MAX:
         raise ArgumentError(
             f"topk_ids: {M} tokens times topk {topk}, padded to blocks of {block_size}, want more "
             f"than 2^31 - 1 slots; split the tokens"
         )
     if where.kind == "cpu":
-        results = reference.moe_align_block_size(
-            to_numpy(ids), block_size, num_experts, _outputs.optional_host(map_view)
-        )
-        sorted_token_ids, expert_ids, used = (host_result(r, ids) for r in results)
-        return sorted_token_ids, expert_ids, used
-    with device.on_device(where.ordinal):
-        return _run(ids, map_view, problem, where.ordinal)
-
-
-def _run(
-    ids: ArrayView, map_view: ArrayView | None, problem: planning.Problem, ordinal: int
-) -> tuple[Any, Any, Any]:
-    plan = planning.plan(problem, device.info(ordinal).arch)
-    experts = problem.num_local_experts
-    results = (
-        _outputs.new_output(ids, (plan.capacity,), "int32"),
-        _outputs.new_output(ids, (plan.max_blocks,), "int32"),
-        _outputs.new_output(ids, (1,), "int32"),
+        return Call(plain._asdict())
+    problem = planning.Problem(
+        M * topk, block_size, experts, experts, id_type, expert_map is not None
     )
-    scratch = view(_outputs.new_output(ids, ((plan.chunks + 1) * experts,), "int32"), "scratch")
-    pointers = [view(r, "output").ptr for r in results]
-    stream = memory.current_stream(ids)
-    module.require_loaded((plan.count_slots, plan.scan_counts, plan.scatter_slots), ordinal, stream)
-    launch_align(
-        plan, problem, ordinal, stream,
-        ids.ptr, 0 if map_view is None else map_view.ptr,
-        scratch.ptr, scratch.ptr + plan.chunks * experts * 4, *pointers,
+    plan = planning.plan(problem, device.info(where.ordinal).arch)
+    made = {
+        "sorted_token_ids": Output((plan.capacity,), "int32"),
+        "expert_ids": Output((plan.max_blocks,), "int32"),
+        "num_tokens_post_padded": Output((1,), "int32"),
+        "counts": Output(((plan.chunks + 1) * experts,), "int32"),
+    }
+    launches = align_launches(
+        plan, problem, At("topk_ids"), at("expert_map", expert_map),
+        At("counts"), At("counts", plan.chunks * experts * 4), *map(At, RESULTS),
     )  # fmt: skip
-    sorted_token_ids, expert_ids, used = (_outputs.delivered(r) for r in results)
-    return sorted_token_ids, expert_ids, used
+    return Call(plain._asdict(), launches, made)
 
 
-def launch_align(
+def align_launches(
     plan: planning.Plan,
     problem: planning.Problem,
-    ordinal: int,
-    stream: int,
-    topk_ids: int,
-    expert_map: int,
-    counts: int,
-    bases: int,
-    sorted_token_ids: int,
-    expert_ids: int,
-    num_tokens_post_padded: int,
-) -> None:
-    """The three launches of the sort, on pointers."""
+    topk_ids: At,
+    expert_map: At | int,
+    counts: At,
+    bases: At,
+    sorted_token_ids: At,
+    expert_ids: At,
+    num_tokens_post_padded: At,
+) -> tuple[Launch, ...]:
+    """The three launches of the sort."""
     p = problem
-    run.run(
-        plan.count_slots, ordinal, stream,
-        topk_ids, expert_map, counts, sorted_token_ids, expert_ids,
-        p.num_slots, plan.chunk_slots, p.num_experts, plan.capacity, plan.max_blocks,
-    )  # fmt: skip
-    run.run(
-        plan.scan_counts, ordinal, stream,
-        counts, bases, num_tokens_post_padded, plan.chunks, p.block_size,
-    )  # fmt: skip
-    run.run(
-        plan.scatter_slots, ordinal, stream,
-        topk_ids, expert_map, counts, bases, sorted_token_ids, expert_ids,
-        p.num_slots, plan.chunk_slots, p.num_experts, p.block_size,
+    return (
+        Launch(
+            plan.count_slots,
+            (topk_ids, expert_map, counts, sorted_token_ids, expert_ids,
+             p.num_slots, plan.chunk_slots, p.num_experts, plan.capacity, plan.max_blocks),
+        ),
+        Launch(
+            plan.scan_counts,
+            (counts, bases, num_tokens_post_padded, plan.chunks, p.block_size),
+        ),
+        Launch(
+            plan.scatter_slots,
+            (topk_ids, expert_map, counts, bases, sorted_token_ids, expert_ids,
+             p.num_slots, plan.chunk_slots, p.num_experts, p.block_size),
+        ),
     )  # fmt: skip
 
 
@@ -142,3 +146,15 @@ def require_topk_ids(ids: Facts) -> tuple[int, int, str]:
     if not 1 <= topk <= planning.MAX_TOPK:
         raise ArgumentError(f"topk_ids: want topk from 1 to {planning.MAX_TOPK}, got {topk}")
     return M, topk, id_type
+
+
+RESULTS = ("sorted_token_ids", "expert_ids", "num_tokens_post_padded")
+_op = Op(
+    ("topk_ids", "expert_map"),
+    required=1,
+    inputs=2,
+    results=RESULTS,
+    scalars=_scalars,
+    check=_checked,
+    reference=reference.moe_align_block_size,
+)

@@ -6,20 +6,17 @@ from functools import lru_cache
 from typing import Any, NamedTuple
 
 from cumoe import reference
-from cumoe.arrays.check import (
-    require_dtype,
-    require_multiple,
-    require_no_overlap,
-    require_same_device,
-)
-from cumoe.arrays.exchange import optional_view, to_numpy, view
+from cumoe.arrays.check import require_dtype, require_multiple, require_same_device
 from cumoe.arrays.view import ITEM_BYTES, Facts
-from cumoe.launch import device, memory, run
-from cumoe.ops import _inputs, _outputs
+from cumoe.launch import device
+from cumoe.launch.memory import Output
+from cumoe.launch.run import At, Launch
+from cumoe.ops import _inputs
+from cumoe.ops._op import Call, Op, Starts
+from cumoe.ops._outputs import scale_output
 from cumoe.plan import per_token_group_quant_fp8 as planning
-from cumoe.plan.scales import GROUP_SIZE, ScaleLayout
+from cumoe.plan.scales import GROUP_SIZE
 from cumoe.plan.scales import scale_layout as layout_of
-from cumoe.plan.spec import Step
 
 
 def per_token_group_quant_fp8(
@@ -65,90 +62,69 @@ def per_token_group_quant_fp8(
         >>> float(q[0, 0]), float(scale[0, 0])
         (448.0, 1.0)
     """
-    x_view, out_view = view(x, "x"), optional_view(out, "out")
-    scale_view = optional_view(out_scale, "out_scale")
-    call = _checked(
-        x_view.facts,
-        _inputs.facts_of(out_view),
-        _inputs.facts_of(scale_view),
-        _inputs.start_of(x_view),
-        _inputs.start_of(out_view),
+    result: tuple[Any, Any] = _op((x, out, out_scale), (group_size, scale_format, scale_layout))
+    return result
+
+
+class _Scalars(NamedTuple):
+    """The arguments that are no arrays, as plain Python values."""
+
+    group_size: int
+    scale_format: str
+    scale_layout: str
+
+
+def _scalars(group_size: Any, scale_format: Any, scale_layout: Any) -> _Scalars:
+    return _Scalars(
         _inputs.whole_number(group_size, "group_size"),
         _inputs.word(scale_format, "scale_format"),
         _inputs.word(scale_layout, "scale_layout"),
     )
-    require_no_overlap(out_view, "out", (("x", x_view),))
-    require_no_overlap(scale_view, "out_scale", (("x", x_view), ("out", out_view)))
-    if call.step is None:
-        q, scale = reference.per_token_group_quant_fp8(
-            to_numpy(x_view),
-            scale_format=scale_format,
-            scale_layout=scale_layout,
-            out=_outputs.optional_host(out_view),
-            out_scale=_outputs.optional_host(scale_view),
-        )
-        return (
-            _outputs.deliver(out_view, q, x_view),
-            _outputs.deliver(scale_view, scale, x_view),
-        )
-
-    ordinal, layout = x_view.device.ordinal, call.layout
-    with device.on_device(ordinal):
-        made = _outputs.quantizer_outputs(x_view, x_view.facts.shape, layout, out_view, scale_view)
-        run.run(
-            call.step, ordinal, memory.current_stream(x_view),
-            x_view.ptr, call.row_stride, 0, made.q_pointer, made.scale_pointer,
-            *layout.strides, call.M, call.rows,
-        )  # fmt: skip
-        return _outputs.delivered(made.q), _outputs.delivered(made.scale)
-
-
-class _Call(NamedTuple):
-    """All that a call needs besides pointers."""
-
-    M: int
-    rows: int
-    row_stride: int
-    layout: ScaleLayout
-    step: Step | None
-    """None where the reference computes."""
 
 
 @lru_cache(4096)
 def _checked(
-    x: Facts,
-    out: Facts | None,
-    out_scale: Facts | None,
-    x_start: int,
-    out_start: int,
-    group_size: int,
-    scale_format: str,
-    scale_layout: str,
-) -> _Call:
-    _inputs.require_group_size(group_size)
-    _inputs.require_scale(scale_format, scale_layout)
+    x: Facts, out: Facts | None, out_scale: Facts | None, starts: Starts, plain: _Scalars
+) -> Call:
+    _inputs.require_group_size(plain.group_size)
+    _inputs.require_scale(plain.scale_format, plain.scale_layout)
     x_type = require_dtype(x, "x", "bf16", "fp16", "fp32")
     M, K, row_stride = _inputs.require_rows(x, "x")
     require_multiple(
         K, "x", "the last dimension", GROUP_SIZE, "pad it with zeros to the next multiple"
     )
-    layout = layout_of(M, K, scale_layout, scale_format)
-    where = require_same_device((("x", x), ("out", out), ("out_scale", out_scale)))
+    layout = layout_of(M, K, plain.scale_layout, plain.scale_format)
+    where = require_same_device(zip(ARRAYS, (x, out, out_scale), strict=True))
+    made = {"out": Output(x.shape, "e4m3"), "out_scale": scale_output(layout)}
     if out is not None:
-        _inputs.require_output(out, "out", x.shape, "e4m3")
+        _inputs.require_output(out, "out", made.pop("out").shape, "e4m3")
     if out_scale is not None:
+        del made["out_scale"]
         _inputs.require_scale_output(out_scale, layout)
     rows = layout.rows if out_scale is None else M  # a caller's padding may not exist
     if where.kind == "cpu":
-        return _Call(M, rows, row_stride, layout, None)
+        return Call(plain._asdict())
     problem = planning.Problem(
         rows=rows,
         K=K,
         x_type=x_type,
-        scale_format=scale_format,
-        packed=scale_layout == "packed",
-        aligned=_inputs.is_aligned(x_start, row_stride, ITEM_BYTES[x_type], 16)
-        and out_start % 8 == 0,
+        scale_format=plain.scale_format,
+        packed=plain.scale_layout == "packed",
+        aligned=_inputs.is_aligned(starts[0], row_stride, ITEM_BYTES[x_type], 16)
+        and starts[1] % 8 == 0,
     )
     step = planning.plan(problem, device.info(where.ordinal).arch)
-    return _Call(M, rows, row_stride, layout, step)
+    arguments = At("x"), row_stride, 0, At("out"), At("out_scale"), *layout.strides, M, rows
+    return Call(plain._asdict(), (Launch(step, arguments),), made)
+
+
+ARRAYS = ("x", "out", "out_scale")
+_op = Op(
+    ARRAYS,
+    required=1,
+    inputs=1,
+    results=("out", "out_scale"),
+    scalars=_scalars,
+    check=_checked,
+    reference=reference.per_token_group_quant_fp8,
+)

@@ -12,16 +12,19 @@ from cumoe.arrays.check import (
     require_contiguous,
     require_dtype,
     require_multiple,
-    require_no_overlap,
     require_same_device,
 )
-from cumoe.arrays.exchange import optional_view, to_numpy, view
-from cumoe.arrays.view import ArrayView, Facts
+from cumoe.arrays.view import Facts
 from cumoe.errors import ArgumentError
-from cumoe.launch import device, memory, run
-from cumoe.ops import _inputs, _outputs
+from cumoe.launch import device
+from cumoe.launch.memory import Output
+from cumoe.launch.run import At, Launch
+from cumoe.ops import _inputs
+from cumoe.ops._inputs import at
+from cumoe.ops._op import Call, Op, Starts
+from cumoe.ops._outputs import scale_output
 from cumoe.plan import silu_and_mul_quant_fp8 as planning
-from cumoe.plan.scales import GROUP_SIZE, ScaleLayout
+from cumoe.plan.scales import GROUP_SIZE
 from cumoe.plan.scales import scale_layout as layout_of
 
 
@@ -81,76 +84,38 @@ def silu_and_mul_quant_fp8(
         >>> round(float(q[0, 0]) * float(scale[0, 0]), 3)
         0.73
     """
-    x, ids = view(gate_up, "gate_up"), optional_view(topk_ids, "topk_ids")
-    map_view = optional_view(expert_map, "expert_map")
-    out_view, scale_view = optional_view(out, "out"), optional_view(out_scale, "out_scale")
-    call = _checked(
-        x.facts,
-        _inputs.facts_of(ids),
-        _inputs.facts_of(map_view),
-        _inputs.facts_of(out_view),
-        _inputs.facts_of(scale_view),
-        _inputs.start_of(x),
-        _inputs.start_of(out_view),
-        None if limit is None else _inputs.number(limit, "limit"),
-        _inputs.number(alpha, "alpha"),
-        _inputs.number(beta, "beta") + 0.0,  # -0 would be another key and another kernel
-        _inputs.whole_number(group_size, "group_size"),
-        _inputs.word(scale_format, "scale_format"),
-        _inputs.word(scale_layout, "scale_layout"),
-        None if num_experts is None else _inputs.whole_number(num_experts, "num_experts"),
+    result: tuple[Any, Any] = _op(
+        (gate_up, topk_ids, expert_map, out, out_scale),
+        (limit, alpha, beta, group_size, scale_format, scale_layout, num_experts),
     )
-    inputs = (("gate_up", x), ("topk_ids", ids), ("expert_map", map_view))
-    require_no_overlap(out_view, "out", inputs)
-    require_no_overlap(scale_view, "out_scale", (*inputs, ("out", out_view)))
-    if not call.plans:
-        q, scale = reference.silu_and_mul_quant_fp8(
-            to_numpy(x),
-            limit=call.limit,
-            alpha=call.alpha,
-            beta=call.beta,
-            scale_format=scale_format,
-            scale_layout=scale_layout,
-            topk_ids=_outputs.optional_host(ids),
-            expert_map=_outputs.optional_host(map_view),
-            num_experts=num_experts,
-            out=_outputs.optional_host(out_view),
-            out_scale=_outputs.optional_host(scale_view),
-        )
-        return (
-            _outputs.deliver(out_view, q, x),
-            _outputs.deliver(scale_view, scale, x),
-        )
-
-    ordinal, layout = x.device.ordinal, call.layout
-    with device.on_device(ordinal):
-        made = _outputs.quantizer_outputs(x, call.out_shape, layout, out_view, scale_view)
-        y = 0 if len(call.plans) == 1 else _scratch(x, call)
-        for plan in call.plans:
-            run.run(
-                plan.step, ordinal, memory.current_stream(x),
-                x.ptr, call.row_stride, _inputs.pointer_of(ids), _inputs.pointer_of(map_view), y,
-                made.q_pointer, made.scale_pointer, *layout.strides, call.R, call.rows,
-                call.num_experts, call.num_experts, plan.chunk_rows,
-                call.limit or 0.0, call.alpha, call.beta,
-            )  # fmt: skip
-        return _outputs.delivered(made.q), _outputs.delivered(made.scale)
+    return result
 
 
-class _Call(NamedTuple):
-    """All that a call needs besides pointers."""
+class _Scalars(NamedTuple):
+    """The arguments that are no arrays, as plain Python values: a key that equals by value."""
 
-    R: int
-    rows: int
-    row_stride: int
-    num_experts: int
     limit: float | None
     alpha: float
     beta: float
-    out_shape: tuple[int, ...]
-    layout: ScaleLayout
-    plans: tuple[planning.Plan, ...]
-    """One launch; two with CUMOE_FUSED_ACT_QUANT=0; none where the reference computes."""
+    group_size: int
+    scale_format: str
+    scale_layout: str
+    num_experts: int | None
+
+
+def _scalars(
+    limit: Any, alpha: Any, beta: Any, group_size: Any, fmt: Any, layout: Any, num_experts: Any
+) -> _Scalars:
+    number, whole_number = _inputs.number, _inputs.whole_number
+    return _Scalars(
+        None if limit is None else number(limit, "limit"),
+        number(alpha, "alpha"),
+        number(beta, "beta") + 0.0,  # -0 would be another key and another kernel
+        whole_number(group_size, "group_size"),
+        _inputs.word(fmt, "scale_format"),
+        _inputs.word(layout, "scale_layout"),
+        None if num_experts is None else whole_number(num_experts, "num_experts"),
+    )
 
 
 @lru_cache(4096)
@@ -160,58 +125,51 @@ def _checked(
     expert_map: Facts | None,
     out: Facts | None,
     out_scale: Facts | None,
-    x_start: int,
-    out_start: int,
-    limit: float | None,
-    alpha: float,
-    beta: float,
-    group_size: int,
-    scale_format: str,
-    scale_layout: str,
-    num_experts: int | None,
-) -> _Call:
-    _inputs.require_group_size(group_size)
-    _inputs.require_scale(scale_format, scale_layout)
-    limit = _inputs.require_limit(limit, "limit")
-    _inputs.require_alpha_beta(alpha, beta)
+    starts: Starts,
+    plain: _Scalars,
+) -> Call:
+    _inputs.require_group_size(plain.group_size)
+    _inputs.require_scale(plain.scale_format, plain.scale_layout)
+    plain = plain._replace(limit=_inputs.require_limit(plain.limit, "limit"))
+    _inputs.require_alpha_beta(plain.alpha, plain.beta)
     R, H, row_stride = _require_gate_up(x)
     _inputs.require_expert_map(expert_map)
     id_type = _require_ids(ids, expert_map, R)
-    experts = _inputs.id_space(num_experts, expert_map, default=_inputs.UNBOUNDED)
-    layout = layout_of(R, H, scale_layout, scale_format)
-    where = require_same_device(
-        (("gate_up", x), ("topk_ids", ids), ("expert_map", expert_map),
-         ("out", out), ("out_scale", out_scale))
-    )  # fmt: skip
-    out_shape = (*x.shape[:-1], H)
+    experts = _inputs.id_space(plain.num_experts, expert_map, default=_inputs.UNBOUNDED)
+    layout = layout_of(R, H, plain.scale_layout, plain.scale_format)
+    where = require_same_device(zip(ARRAYS, (x, ids, expert_map, out, out_scale), strict=True))
+    made = {"out": Output((*x.shape[:-1], H), "e4m3"), "out_scale": scale_output(layout)}
     if out is not None:
-        _inputs.require_output(out, "out", out_shape, "e4m3")
+        _inputs.require_output(out, "out", made.pop("out").shape, "e4m3")
     if out_scale is not None:
+        del made["out_scale"]
         _inputs.require_scale_output(out_scale, layout)
-    rows = layout.rows if out_scale is None else R  # a caller's padding may not exist
-    plans: tuple[planning.Plan, ...] = ()
-    if where.kind == "cuda":
-        problem = planning.Problem(
-            rows=rows,
-            H=H,
-            scale_format=scale_format,
-            packed=scale_layout == "packed",
-            clamp=planning.clamp_kind(limit),
-            scaled=(alpha, beta) != (1.0, 0.0),
-            ids=id_type,
-            has_map=expert_map is not None,
-            aligned=_inputs.is_aligned(x_start, row_stride, 2, 16) and out_start % 8 == 0,
-        )
-        halves = (planning.ACTIVATE, planning.QUANTIZE)
-        steps = (planning.BOTH,) if settings().fused_act_quant else halves
-        info = device.info(where.ordinal)
-        plans = tuple(planning.plan(problem._replace(step=step), info) for step in steps)
-    return _Call(R, rows, row_stride, experts, limit, alpha, beta, out_shape, layout, plans)
-
-
-def _scratch(x: ArrayView, call: _Call) -> int:
-    """Memory for the activation between two launches: freed to the caller's allocator on return."""
-    return view(_outputs.new_output(x, call.out_shape, "bf16"), "scratch").ptr
+    if where.kind == "cpu":
+        return Call(plain._asdict())
+    problem = planning.Problem(
+        rows=layout.rows if out_scale is None else R,  # a caller's padding may not exist
+        H=H,
+        scale_format=plain.scale_format,
+        packed=plain.scale_layout == "packed",
+        clamp=planning.clamp_kind(plain.limit),
+        scaled=(plain.alpha, plain.beta) != (1.0, 0.0),
+        ids=id_type,
+        has_map=expert_map is not None,
+        aligned=_inputs.is_aligned(starts[0], row_stride, 2, 16) and starts[3] % 8 == 0,
+    )
+    fused, info = settings().fused_act_quant, device.info(where.ordinal)
+    if not fused:
+        made["activated"] = Output((R, H), "bf16")
+    arguments = (
+        At("gate_up"), row_stride, at("topk_ids", ids), at("expert_map", expert_map),
+        0 if fused else At("activated"), At("out"), At("out_scale"), *layout.strides, R,
+        problem.rows, experts, experts,
+    )  # fmt: skip
+    scalars = plain.limit or 0.0, plain.alpha, plain.beta
+    steps = (planning.BOTH,) if fused else (planning.ACTIVATE, planning.QUANTIZE)
+    plans = [planning.plan(problem._replace(step=step), info) for step in steps]
+    launches = tuple(Launch(p.step, (*arguments, p.chunk_rows, *scalars)) for p in plans)
+    return Call(plain._asdict(), launches, made)
 
 
 def _require_gate_up(x: Facts) -> tuple[int, int, int]:
@@ -239,3 +197,15 @@ def _require_ids(ids: Facts | None, expert_map: Facts | None, R: int) -> str | N
             f"topk_ids: want one id per row of gate_up, {R}, got shape {list(ids.shape)}"
         )
     return dtype
+
+
+ARRAYS = ("gate_up", "topk_ids", "expert_map", "out", "out_scale")
+_op = Op(
+    ARRAYS,
+    required=1,
+    inputs=3,
+    results=("out", "out_scale"),
+    scalars=_scalars,
+    check=_checked,
+    reference=reference.silu_and_mul_quant_fp8,
+)

@@ -144,13 +144,39 @@ def test_same_device():
 )
 def test_overlap_of_one_byte_at_each_end(start, overlaps):
     """Against x in bytes 100 to 115: an out of 16 bytes, forward and backward."""
-    inputs = [("none", None), ("x", fake(ptr=100))]
+    x = fake(ptr=100)
     for out in (fake(ptr=start), fake(ptr=start + 12, strides=(-1,))):
         if overlaps:
             with pytest.raises(ArgumentError, match="out: must not overlap x"):
-                check.require_no_overlap(out, "out", inputs)
+                require_apart(x, out)
         else:
-            check.require_no_overlap(out, "out", inputs)
+            require_apart(x, out)
+
+
+def require_apart(*views: ArrayView, num_inputs: int = 1, in_place: bool = False) -> None:
+    pairs = check.apart(tuple(v.facts for v in views), num_inputs, in_place=in_place)
+    check.require_apart(pairs, [v.ptr for v in views], ("x", "out", "more")[: len(views)])
+
+
+def test_inputs_may_overlap_and_empty_arrays_overlap_nothing():
+    require_apart(fake(100), fake(108), fake(300), num_inputs=2)
+    require_apart(fake(100), fake(104, shape=(0,)))
+    require_apart(fake(104, shape=(0,)), fake(100))
+
+
+def test_outputs_are_apart_from_each_other():
+    with pytest.raises(ArgumentError, match="more: must not overlap out"):
+        require_apart(fake(100), fake(200), fake(215))
+
+
+@pytest.mark.parametrize("start", [88, 96, 100, 104, 112])
+@pytest.mark.parametrize("strides", [(1,), (2,)])
+def test_in_place_is_the_same_address_and_strides_or_apart(start, strides):
+    if (start, strides) == (100, (1,)):
+        require_apart(fake(100), fake(start, strides=strides), in_place=True)
+        return
+    with pytest.raises(ArgumentError, match="out: must not overlap x"):
+        require_apart(fake(100), fake(start, strides=strides), in_place=True)
 
 
 def test_bytes_stand_for_the_narrow_types():

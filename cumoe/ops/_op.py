@@ -1,0 +1,222 @@
+"""How a public op runs: checked and prepared once for each kind of call, then run again."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from operator import itemgetter
+from typing import Any, NamedTuple
+
+from cumoe.arrays.check import Apart, apart, require_apart
+from cumoe.arrays.exchange import host_result, is_torch, to_numpy, torch_facts, view
+from cumoe.arrays.view import ArrayView
+from cumoe.launch import device, memory
+from cumoe.launch.memory import Output
+from cumoe.launch.run import Launch, Prepared
+from cumoe.ops._outputs import delivered
+
+Starts = tuple[int, ...]
+"""Where each array starts in a line of 256 bytes; what is None, or yet to be made, starts one."""
+MAX_READY = 8192
+"""Calls that a thread keeps prepared, some KiB each."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Call:
+    """All of a checked call but its addresses. Checks are remembered, so a call is its own key."""
+
+    options: Mapping[str, Any]
+    """Keyword arguments of the reference, besides arrays."""
+    launches: tuple[Launch, ...] = ()
+    """On a GPU."""
+    outputs: Mapping[str, Output] = field(default_factory=dict)
+    """What the launches name and the caller has not given."""
+
+
+class Given(NamedTuple):
+    """The arrays of a call that are not None, in the op's order."""
+
+    names: tuple[str, ...]
+    views: tuple[ArrayView, ...]
+    pairs: tuple[Apart, ...]
+
+    @property
+    def addresses(self) -> list[int]:
+        """Where they lie."""
+        return [v.ptr for v in self.views]
+
+
+class Op:
+    """A public op: what it needs of each room."""
+
+    def __init__(
+        self,
+        arrays: tuple[str, ...],
+        *,
+        required: int,
+        inputs: int,
+        results: tuple[str, ...],
+        scalars: Callable[..., Any],
+        check: Callable[..., Call],
+        reference: Callable[..., Any],
+        in_place: bool = False,
+    ) -> None:
+        """
+        Args:
+            arrays: names of the arguments that are arrays: ``required`` ones come first, the
+                ``inputs`` before the outputs.
+            results: names of what is returned.
+            scalars: the other arguments, each of the type that it must have, as one hashable value.
+            check: from the facts of each array, `Starts` and scalars to a call, with every check
+                that needs no address; remembers.
+            in_place: whether the first output may be the first input.
+        """
+        self._arrays, self._required, self._inputs = arrays, required, inputs
+        self._results, self._in_place = results, in_place
+        self._scalars, self._check, self._reference = scalars, check, reference
+
+    def __call__(self, arrays: tuple[Any, ...], scalars: tuple[Any, ...]) -> Any:
+        """Runs the op: at once where this thread has run a call like it on torch tensors."""
+        ready, given = None, [a for a in arrays if a is not None]
+        try:
+            alike = _thread.alike.get(self._kind(arrays, scalars))
+            if alike is not None:
+                facts, addresses = torch_facts(given)
+                ready = alike.get(facts)
+        except (RuntimeError, TypeError):
+            pass  # a tensor without memory, a scalar that is no key: told by name below
+        if ready is None or 0 in addresses or (ready.strided and ready.is_negated(given)):
+            return self._run(arrays, scalars)
+        return ready(given, addresses)
+
+    def _kind(self, arrays: tuple[Any, ...], scalars: tuple[Any, ...]) -> tuple[Any, ...]:
+        return (self, scalars, *map(type, scalars), *map(type, arrays))  # True and 1 are equal
+
+    def _run(self, arrays: tuple[Any, ...], scalars: tuple[Any, ...]) -> Any:
+        plain = self._scalars(*scalars)
+        views = [
+            view(a, name) if a is not None or i < self._required else None
+            for i, (a, name) in enumerate(zip(arrays, self._arrays, strict=True))
+        ]
+        facts = [None if v is None else v.facts for v in views]
+        call = self._check(*facts, tuple(0 if v is None else v.start for v in views), plain)
+        given = self._given(views)
+        require_apart(given.pairs, given.addresses, given.names)
+        if given.views[0].device.kind == "cpu":
+            return self._compute(call, given)
+        with device.on_device(given.views[0].device.ordinal):
+            ready = self._ready(call, given)
+            if all(is_torch(v.owner) for v in given.views):
+                self._remember(ready, arrays, scalars)
+            return self._launch(ready, call, given)
+
+    def _given(self, views: list[ArrayView | None]) -> Given:
+        named = [(n, v) for n, v in zip(self._arrays, views, strict=True) if v is not None]
+        inputs = sum(v is not None for v in views[: self._inputs])
+        facts = tuple(v.facts for _, v in named)
+        pairs = apart(facts, inputs, in_place=self._in_place)
+        return Given(tuple(n for n, _ in named), tuple(v for _, v in named), pairs)
+
+    def _compute(self, call: Call, given: Given) -> Any:
+        named = dict(zip(given.names, given.views, strict=True))
+        host = {n: to_numpy(v) for n, v in named.items() if n != "workspace"}
+        results = self._reference(**host, **call.options)
+        like, many = given.views[0], results if isinstance(results, tuple) else (results,)
+        return _one_or_all(
+            delivered(named[name].owner) if name in named else host_result(result, like)
+            for name, result in zip(self._results, many, strict=True)
+        )
+
+    def _ready(self, call: Call, given: Given) -> Ready:
+        known = _thread.ready
+        if call not in known:
+            if len(known) >= MAX_READY:
+                _thread.forget()
+            known[call] = Ready(call, given, self._results)
+        return known[call]
+
+    def _remember(self, ready: Ready, arrays: tuple[Any, ...], scalars: tuple[Any, ...]) -> None:
+        facts, _ = torch_facts(a for a in arrays if a is not None)
+        with suppress(TypeError):  # a list among the scalars
+            _thread.alike.setdefault(self._kind(arrays, scalars), {})[facts] = ready
+
+    def _launch(self, ready: Ready, call: Call, given: Given) -> Any:
+        like = given.views[0]
+        results = ready([v.owner for v in given.views], given.addresses)
+        return _one_or_all(
+            delivered(result, like, call.outputs.get(name))
+            for name, result in zip(
+                self._results, results if len(self._results) > 1 else (results,), strict=True
+            )
+        )
+
+
+class Ready:
+    """A call that its thread can run at once, with other addresses."""
+
+    __slots__ = (
+        "_address", "_current_device", "_device", "_makers", "_names", "_pairs", "_prepared",
+        "_results", "_stream", "strided",
+    )  # fmt: skip
+
+    def __init__(self, call: Call, given: Given, results: tuple[str, ...]) -> None:
+        """On the current device."""
+        like = given.views[0]
+        self._device, names = like.device.ordinal, (*given.names, *call.outputs)
+        self._names, self._pairs = given.names, given.pairs
+        self._current_device, self._stream, self._address = memory.ways(like.framework)
+        self._makers = [
+            memory.maker(like.framework, like.device, output) for output in call.outputs.values()
+        ]
+        stream = self._stream(self._device)
+        self._prepared = Prepared(call.launches, names, self._device, stream)
+        self._results = itemgetter(*(names.index(name) for name in results))
+        self.strided = tuple(i for i, v in enumerate(given.views) if not v.facts.is_contiguous)
+
+    def is_negated(self, tensors: list[Any]) -> bool:
+        """Whether a tensor that is not contiguous has its negative bit set: see `view`."""
+        return any(tensors[i].is_neg() for i in self.strided)
+
+    def __call__(self, arrays: list[Any], addresses: list[int]) -> Any:
+        """Launches; both lists grow by the outputs. Returns the one result, or a tuple of all."""
+        require_apart(self._pairs, addresses, self._names)
+        if self._current_device() != self._device:
+            with device.on_device(self._device):
+                return self._launch(arrays, addresses)
+        return self._launch(arrays, addresses)
+
+    def _launch(self, arrays: list[Any], addresses: list[int]) -> Any:
+        for make in self._makers:
+            made = make()
+            arrays.append(made)
+            addresses.append(self._address(made))
+        self._prepared(self._stream(self._device), addresses)
+        return self._results(arrays)
+
+
+class _Thread(threading.local):
+    """What a thread has prepared."""
+
+    def __init__(self) -> None:
+        self.ready: dict[Call, Ready] = {}
+        self.alike: dict[tuple[Any, ...], dict[tuple[Any, ...], Ready]] = {}
+        """The same for torch tensors: by op, scalars and classes, then by `torch_facts`."""
+
+    def forget(self) -> None:
+        """Everything."""
+        self.ready.clear()
+        self.alike.clear()
+
+
+_thread = _Thread()
+# A child has no use of its parent's GPU: `device` refuses it on the way that is not prepared.
+os.register_at_fork(after_in_child=lambda: _thread.forget())
+
+
+def _one_or_all(results: Iterable[Any]) -> Any:
+    """A single result as it is."""
+    found = tuple(results)
+    return found if len(found) > 1 else found[0]
