@@ -1,7 +1,8 @@
 """Arrays of any other framework, by DLPack: `__dlpack__` lends the memory in a capsule.
 
-The capsule's structures are read in place, and its deleter is called once, when the loan ends. What
-is needed of CUDA comes from the launch room, which sets `gpu`.
+The capsule is read and kept, unused, until the loan ends: its own destructor calls the deleter
+then, as the protocol has it for a capsule that no consumer has renamed. What is needed of CUDA
+comes from the launch room, which sets `gpu`.
 """
 
 from __future__ import annotations
@@ -9,10 +10,11 @@ from __future__ import annotations
 import ctypes
 import sys
 from collections.abc import Callable
-from ctypes import pythonapi, string_at
-from functools import lru_cache, partial
+from contextlib import suppress
+from ctypes import pythonapi
+from functools import lru_cache
 from struct import Struct
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from cumoe.arrays.view import CPU, ArrayView, Device, Facts, facts
 from cumoe.errors import DTypeError, UnsupportedDeviceError
@@ -32,79 +34,71 @@ _FLOAT8 = (
 """Names of the type codes from 0, and from 7."""
 _NAMES = {"float16": "fp16", "float32": "fp32", "bfloat16": "bf16", "float8_e4m3fn": "e4m3"}
 
-_TENSOR = "P8si4sPPQ"
+_TENSOR = "PqiIPPQ"
 """DLTensor: data, device, ndim, dtype, shape, strides, byte_offset."""
-_LEGACY = Struct(f"@{_TENSOR}PP")
-"""DLManagedTensor: the tensor, manager_ctx, deleter."""
-_VERSIONED = Struct(f"@IIPPQ{_TENSOR}")
-"""DLManagedTensorVersioned: major, minor, manager_ctx, deleter, flags, the tensor."""
+_LEGACY = Struct(f"@{_TENSOR}")
+"""A DLManagedTensor up to its end, which are manager_ctx and deleter."""
+_VERSIONED = Struct(f"@I4x16xQ{_TENSOR}")
+"""DLManagedTensorVersioned: major, (minor, manager_ctx, deleter), flags, the tensor."""
+_DELETER, _DELETER_1 = 56, 16
+"""Bytes before the deleter of each."""
 _TENSOR_OFFSET = 32
 """Bytes before the tensor of a DLManagedTensorVersioned."""
 _TYPE_OFFSET = 20
 """Bytes in a DLTensor before its dtype: code, bits, lanes."""
 _READ_ONLY = 1
 
-_is_valid, _pointer, _rename = (
-    pythonapi.PyCapsule_IsValid, pythonapi.PyCapsule_GetPointer, pythonapi.PyCapsule_SetName,
-)  # fmt: skip
-_is_valid.argtypes = _pointer.argtypes = _rename.argtypes = (ctypes.py_object, ctypes.c_char_p)
-_pointer.restype = ctypes.c_void_p
+# Functions of their own: the types of ctypes.pythonapi's are set by all who share it.
+_CAPSULE, _TEXT, _ADDRESS = ctypes.py_object, ctypes.c_char_p, ctypes.c_void_p
+_pointer = ctypes.PYFUNCTYPE(_ADDRESS, _CAPSULE, _TEXT)(("PyCapsule_GetPointer", pythonapi))
+_rename = ctypes.PYFUNCTYPE(ctypes.c_int, _CAPSULE, _TEXT)(("PyCapsule_SetName", pythonapi))
+_destructor = ctypes.PYFUNCTYPE(_ADDRESS, _CAPSULE)(("PyCapsule_GetDestructor", pythonapi))
+_bytes = ctypes.PYFUNCTYPE(ctypes.py_object, _ADDRESS, ctypes.c_ssize_t)(
+    ("PyBytes_FromStringAndSize", pythonapi)
+)
 # A capsule keeps the address of its name: these live as long as the module.
 _NAME, _USED = ctypes.c_char_p(b"dltensor"), ctypes.c_char_p(b"used_dltensor")
 _NAME_1 = ctypes.c_char_p(b"dltensor_versioned")
 _USED_1 = ctypes.c_char_p(b"used_dltensor_versioned")
+_Deleter = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
+"""Releases the GIL: a deleter may wait for a thread that wants it."""
 
 
 class Visit(Protocol):
     """Arrays of one call on a GPU, in the order of one stream."""
 
-    releases: list[Callable[[], object]]
-    """Called when the device has done what was on the stream at the end of the visit."""
+    lent: list[Any]
+    """What is let go when the device has done what was on the stream at the end of the visit."""
 
 
 class Gpu(Protocol):
     """The CUDA side of a loan."""
 
-    def ask(self, ordinal: int, export: Callable[[int], Any]) -> tuple[Any, Visit]:
-        """The result of ``export(stream)`` with that device current, and the visit."""
+    def ask(self, ordinal: int, export: Callable[[Any, int], Any], array: Any) -> tuple[Any, Visit]:
+        """The result of ``export(array, stream)`` with that device current, and the visit."""
 
 
 gpu: Gpu | None = None
 
-_new_view: Callable[..., ArrayView] = tuple.__new__
-"""Faster than calling the NamedTuple."""
 
+class Loan(NamedTuple):
+    """A caller's array, and what keeps its export: on the host the capsule, on a GPU the visit.
 
-class Loan:
-    """A caller's array, and what its export lent. The memory is the producer's again at the end.
-
-    On a GPU not before the stream has passed the launches of the call. The order of streams does
-    not see to it: the export makes our stream wait for the producer's, but nothing makes the
-    producer, who may reuse the memory at once, wait for ours.
+    On a GPU the memory is not the producer's again before the stream has passed the launches of the
+    call. The order of streams does not see to it: the export makes our stream wait for the
+    producer's, but nothing makes the producer, who may reuse the memory at once, wait for ours.
     """
 
-    __slots__ = ("_release", "_visit", "array")
-
-    def __init__(self, array: Any, release: Callable[[], object], visit: Visit | None) -> None:
-        self.array = array
-        self._release: Callable[[], object] | None = release
-        self._visit = visit
+    array: Any
+    memory: Any
 
     def delivered(self) -> Any:
         """The array, which is the caller's own."""
         return self.array
 
-    def end(self) -> None:
-        """Gives the memory back now, of which no launch knows."""
-        release, self._release = self._release, None
-        if release is not None:
-            release()
 
-    def __del__(self) -> None:
-        if self._visit is None:
-            self.end()
-        elif self._release is not None:
-            self._visit.releases.append(self._release)
+_new: Callable[..., Any] = tuple.__new__
+"""Faster than calling a NamedTuple."""
 
 
 def find_viewer(array: Any) -> Callable[[Any], ArrayView] | None:
@@ -119,116 +113,159 @@ def find_viewer(array: Any) -> Callable[[Any], ArrayView] | None:
     cls = type(array)
     if not (hasattr(cls, "__dlpack__") and hasattr(cls, "__dlpack_device__")):
         return None
-    is_jax = jax is not None and isinstance(array, jax.Array)
-    return partial(_view, immutable=is_jax)  # which JAX's capsules do not say
+    return _Lender(jax is not None and isinstance(array, jax.Array)).view
 
 
-def _view(array: Any, *, immutable: bool) -> ArrayView:
-    try:
-        kind, ordinal = array.__dlpack_device__()
-        capsule, visit = _borrow(array, int(kind), int(ordinal))
-    except REFUSALS as error:
-        raise DTypeError(
-            f"want an array that lends its memory by DLPack, got {_name(array)}, whose export "
-            f"failed ({error}); convert it first"
-        ) from error
-    tensor, flags, release = _consume(capsule)
-    loan = Loan(array, release, visit)
-    try:
-        data, device, ndim, dtype, shape, strides, offset = tensor
-        made = _facts(
-            device,
-            dtype,
-            string_at(shape, 8 * ndim) if ndim else b"",
-            string_at(strides, 8 * ndim) if ndim and strides else None,
-            not (immutable or flags & _READ_ONLY),
-        )
+class _Lender:
+    """How arrays of one type lend their memory, as far as their exports have shown."""
+
+    __slots__ = ("_ask", "_has_destructor", "_immutable", "_versioned")
+
+    def __init__(self, immutable: bool) -> None:
+        """``immutable``: JAX's, whose capsules do not say so."""
+        self._immutable = immutable
+        self._ask = _ask_in_full
+        self._versioned = True
+        self._has_destructor: bool | None = None
+
+    def view(self, array: Any) -> ArrayView:
+        """The facts of an array, with a loan as the owner."""
+        try:
+            kind, ordinal = array.__dlpack_device__()
+            capsule, visit = self._borrow(array, int(kind), int(ordinal))
+        except REFUSALS as error:
+            raise DTypeError(
+                f"want an array that lends its memory by DLPack, got {_name(array)}, whose export "
+                f"failed ({error}); convert it first"
+            ) from error
+        address, made, memory = self._read(capsule)
         if (made.device.kind == "cuda") != (visit is not None):
             raise DTypeError(
                 f"want an export on the device of __dlpack_device__, {kind}, got one on "
                 f"{made.device}; convert the array first"
             )
-    except BaseException:
-        loan.end()
-        raise
-    return _new_view(ArrayView, ((data or 0) + offset, made, loan))
+        if visit is not None:
+            visit.lent.append(memory)
+            memory = visit
+        return _new(ArrayView, (address, made, _new(Loan, (array, memory))))  # type: ignore[no-any-return]
+
+    def _borrow(self, array: Any, kind: int, ordinal: int) -> tuple[Any, Visit | None]:
+        """The capsule, and on a GPU the visit, before whose launches the producer's work is."""
+        if kind in _HOST:
+            return self._export(array, None), None
+        if kind not in _CUDA or gpu is None:
+            raise UnsupportedDeviceError(
+                f"want an array on the CPU or on a CUDA device, got {_name(array)} on DLPack "
+                f"device type {kind}; move it first"
+            )
+        return gpu.ask(ordinal, self._export, array)
+
+    def _export(self, array: Any, stream: int | None) -> Any:
+        """A capsule of the newest kind that the producer makes."""
+        try:
+            return self._ask(array, stream)
+        except TypeError:
+            pass  # an argument that this producer does not know
+        for ask in (_ask_in_full, _ask_before_1):
+            with suppress(TypeError):
+                capsule, self._ask = ask(array, stream), ask
+                return capsule
+        capsule, self._ask = _ask_before_streams(array, stream), _ask_before_streams
+        return capsule
+
+    def _read(self, capsule: Any) -> tuple[int, Facts, Any]:
+        """Address and facts, and what gives the memory back when it goes."""
+        versioned = self._versioned
+        try:
+            managed = _pointer(capsule, _NAME_1 if versioned else _NAME)
+        except ValueError:
+            managed, self._versioned = _open(capsule)
+            versioned = self._versioned
+        memory = capsule if self._has_destructor else self._keep(capsule, managed, versioned)
+        major, flags = 1, 0
+        if versioned:
+            major, flags, data, device, ndim, dtype, shape, strides, offset = _VERSIONED.unpack(
+                _bytes(managed, 80)
+            )
+            if major != MAX_VERSION[0]:  # the rest may be other things
+                raise DTypeError(
+                    f"want a DLPack capsule of version 1, got {major}; convert the array"
+                )
+        else:
+            data, device, ndim, dtype, shape, strides, offset = _LEGACY.unpack(_bytes(managed, 48))
+        if strides == shape + 8 * ndim:  # as most write them
+            sizes = _bytes(shape, 16 * ndim)
+        else:
+            sizes = _bytes(shape, 8 * ndim)
+            if strides:
+                sizes += _bytes(strides, 8 * ndim)
+        writeable = not (self._immutable or flags & _READ_ONLY)
+        return data + offset, _facts(device, dtype, ndim, sizes, writeable), memory
+
+    def _keep(self, capsule: Any, managed: int, versioned: bool) -> Any:
+        """The capsule, or where it has no destructor, which it should have, what stands for it."""
+        if _destructor(capsule):
+            self._has_destructor = True
+            return capsule
+        return _Used(capsule, managed, versioned)
 
 
-def _borrow(array: Any, kind: int, ordinal: int) -> tuple[Any, Visit | None]:
-    """The capsule, and on a GPU the visit, before whose launches the producer's work is ordered."""
-    if kind in _HOST:
-        return _export(array, None), None
-    if kind not in _CUDA or gpu is None:
-        raise UnsupportedDeviceError(
-            f"want an array on the CPU or on a CUDA device, got {_name(array)} on DLPack device "
-            f"type {kind}; move it first"
-        )
-    return gpu.ask(ordinal, partial(_export, array))
+def _ask_in_full(array: Any, stream: int | None) -> Any:
+    return array.__dlpack__(stream=stream, max_version=MAX_VERSION)
 
 
-def _export(array: Any, stream: int | None) -> Any:
-    """A capsule of the newest kind that the producer makes."""
-    try:
-        return array.__dlpack__(stream=stream, max_version=MAX_VERSION)
-    except TypeError:
-        pass  # older than DLPack 1.0
-    try:
-        return array.__dlpack__(stream=stream)
-    except TypeError:
-        if stream not in (None, 1):  # without the argument it means the default stream
-            raise
-    return array.__dlpack__()
+def _ask_before_1(array: Any, stream: int | None) -> Any:
+    return array.__dlpack__(stream=stream)
 
 
-def _consume(capsule: Any) -> tuple[list[Any], int, Callable[[], object]]:
-    """The DLTensor, its flags and its deleter, which is ours to call from here on."""
-    if _is_valid(capsule, _NAME_1):
-        managed = _pointer(capsule, _NAME_1)
-        raw = string_at(managed, _VERSIONED.size)
-        major, _, _, deleter, flags, *tensor = _VERSIONED.unpack(raw)
-        _rename(capsule, _USED_1)
-        release = partial(_deleter(deleter), managed)
-        if major != MAX_VERSION[0]:  # of which only what was read up to the deleter is known
-            release()
-            raise DTypeError(f"want a DLPack capsule of version 1, got {major}; convert the array")
-        return tensor, flags, release
-    if _is_valid(capsule, _NAME):
-        managed = _pointer(capsule, _NAME)
-        *tensor, _, deleter = _LEGACY.unpack(string_at(managed, _LEGACY.size))
-        _rename(capsule, _USED)
-        return tensor, 0, partial(_deleter(deleter), managed)
+def _ask_before_streams(array: Any, stream: int | None) -> Any:
+    if stream in (None, 1):  # without the argument it means the default stream
+        return array.__dlpack__()
+    return array.__dlpack__(stream=stream)
+
+
+def _open(capsule: Any) -> tuple[int, bool]:
+    """The managed tensor of a capsule that nobody has used, and whether it is a versioned one."""
+    for name, versioned in ((_NAME_1, True), (_NAME, False)):
+        with suppress(ValueError):
+            return _pointer(capsule, name), versioned
     raise DTypeError(
         f"want a DLPack capsule that nobody has used, got {capsule!r}; have __dlpack__ make a new "
         f"one for each call"
     )
 
 
-def retype(capsule: Any, code: int, bits: int) -> None:
-    """Writes another element type of the same size into a capsule that nobody has used."""
-    if _is_valid(capsule, _NAME_1):
-        tensor = _pointer(capsule, _NAME_1) + _TENSOR_OFFSET
-    else:
-        tensor = _pointer(capsule, _NAME)
-    ctypes.memmove(tensor + _TYPE_OFFSET, bytes((code, bits)), 2)
+class _Used:
+    """A capsule without a destructor, used as others use them all: its deleter is called here."""
+
+    __slots__ = ("_deleter", "_managed")
+
+    def __init__(self, capsule: Any, managed: int, versioned: bool) -> None:
+        _rename(capsule, _USED_1 if versioned else _USED)
+        place = managed + (_DELETER_1 if versioned else _DELETER)
+        self._managed, self._deleter = managed, _Deleter.from_address(place)
+
+    def __del__(self) -> None:
+        if self._deleter:
+            self._deleter(self._managed)
 
 
-@lru_cache
-def _deleter(address: int) -> Callable[[int], None]:
-    # A function type that releases the GIL: a deleter may wait for a thread that wants it.
-    return ctypes.CFUNCTYPE(None, ctypes.c_void_p)(address) if address else lambda _: None
+def retype(capsule: Any, dtype: bytes) -> None:
+    """Writes another element type of the same size, code and bits, into an unused capsule."""
+    managed, versioned = _open(capsule)
+    tensor = managed + _TENSOR_OFFSET if versioned else managed
+    ctypes.memmove(tensor + _TYPE_OFFSET, dtype, 2)
 
 
 @lru_cache(1 << 16)
-def _facts(
-    device: bytes, dtype: bytes, shape: bytes, strides: bytes | None, writeable: bool
-) -> Facts:
-    kind, ordinal = Struct("@ii").unpack(device)
+def _facts(device: int, dtype: int, ndim: int, sizes: bytes, writeable: bool) -> Facts:
+    """``device``, ``dtype``: as the structs have them; ``sizes``: shape, and strides if any."""
+    kind, ordinal = Struct("@ii").unpack(device.to_bytes(8, sys.byteorder))
     where = Device("cuda", ordinal) if kind in _CUDA else CPU
-    sizes = _int64s(shape)
-    steps = _row_major(sizes) if strides is None else _int64s(strides)
-    return facts(
-        sizes, steps, _type_name(*Struct("@BBH").unpack(dtype)), where, "dlpack", writeable
-    )
+    numbers = Struct(f"@{len(sizes) // 8}q").unpack(sizes)
+    shape = numbers[:ndim]
+    name = _type_name(*Struct("@BBH").unpack(dtype.to_bytes(4, sys.byteorder)))
+    return facts(shape, numbers[ndim:] or _row_major(shape), name, where, "dlpack", writeable)
 
 
 def _type_name(code: int, bits: int, lanes: int) -> str:
@@ -240,10 +277,6 @@ def _type_name(code: int, bits: int, lanes: int) -> str:
         return _NAMES.get(kind, kind)
     name = "bool" if _KINDS[code] == "bool" else f"{_KINDS[code]}{bits}"
     return _NAMES.get(name, name)
-
-
-def _int64s(raw: bytes) -> tuple[int, ...]:
-    return Struct(f"@{len(raw) // 8}q").unpack(raw)
 
 
 def _row_major(shape: tuple[int, ...]) -> tuple[int, ...]:

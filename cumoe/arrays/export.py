@@ -6,14 +6,18 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 
 from cumoe.arrays.dlpack import REFUSALS, retype
 from cumoe.errors import ArgumentError
 
-_TYPE_CODES = {"e4m3": (10, 8), "bf16": (4, 16)}
+_TYPE_CODES = {"e4m3": bytes((10, 8)), "bf16": bytes((4, 16))}
 """DLPack's code and bits of the types that NumPy's and CuPy's own exports lack."""
-_BITS = {"float8_e4m3fn": np.uint8, "bfloat16": np.uint16}
+_BITS = {
+    np.dtype(ml_dtypes.float8_e4m3fn): np.uint8,
+    np.dtype(ml_dtypes.bfloat16): np.uint16,
+}
 
 
 class Export:
@@ -42,11 +46,11 @@ class Export:
         return int(kind), int(ordinal)
 
     def __dlpack__(self, **options: Any) -> Any:
-        bits = _BITS.get(self.array.dtype.name)
+        bits = _BITS.get(self.array.dtype)
         plain = self.array if bits is None else self.array.view(bits)
         capsule = plain.__dlpack__(**options)
         if self._typed and self.dtype in _TYPE_CODES:
-            retype(capsule, *_TYPE_CODES[self.dtype])
+            retype(capsule, _TYPE_CODES[self.dtype])
         return capsule
 
     def delivered(self) -> Any:

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
 from cumoe.arrays.view import ITEM_BYTES, ArrayView
-from cumoe.launch import driver
 from cumoe.launch.device import cupy, on_device
 
 LEGACY_STREAM = 1
@@ -22,8 +21,14 @@ _HOST_TYPES: dict[str, np.dtype[Any]] = {
     "fp32": np.dtype(np.float32),
 }  # fmt: skip
 
-_ended: deque[tuple[Any, list[Callable[[], object]]]] = deque()
-"""Visits that have ended on the host: an event behind their launches, and what gives back."""
+MOST_LENT = 16
+"""Arrays of a visit, more than those of a call: if something keeps an old loan, as the traceback of
+an error does, not all later calls are to join its visit, which would keep theirs too."""
+
+_ended: deque[tuple[int, Any, list[Any]]] = deque()
+"""Visits that have ended on the host: device, an event behind their launches, what goes back."""
+_idle: defaultdict[int, list[Any]] = defaultdict(list)
+"""Events of each device to be used again."""
 
 
 class Visit:
@@ -32,15 +37,15 @@ class Visit:
     One event for all of them then: it comes after the launches, since the call holds the loans.
     """
 
-    __slots__ = ("__weakref__", "ordinal", "releases", "stream")
+    __slots__ = ("__weakref__", "lent", "ordinal", "stream")
 
     def __init__(self, ordinal: int, stream: Any) -> None:
         self.ordinal, self.stream = ordinal, stream
-        self.releases: list[Callable[[], object]] = []
+        self.lent: list[Any] = []
 
     def __del__(self) -> None:
-        if self.releases:
-            _after(self.ordinal, self.stream, self.releases)
+        if self.lent:
+            _after(self.ordinal, self.stream, self.lent)
         sweep()
 
 
@@ -53,47 +58,56 @@ class _Thread(threading.local):
 _thread = _Thread()
 
 
-def ask(ordinal: int, export: Callable[[int], Any]) -> tuple[Any, Visit]:
-    """``export(stream)`` with CuPy's current stream of a device, and the visit on that stream.
+def ask(ordinal: int, export: Callable[[Any, int], Any], array: Any) -> tuple[Any, Visit]:
+    """``export(array, stream)`` with CuPy's current stream of a device, and the visit on it.
 
     The device is current meanwhile: stream 1 is another one on each, and torch wants it so.
     """
-    with on_device(ordinal):
-        stream = cupy().cuda.get_current_stream()
-        number = int(stream.ptr) or LEGACY_STREAM
-        visit = _thread.visit()
-        if visit is None or visit.releases or (visit.ordinal, visit.stream) != (ordinal, stream):
-            visit = Visit(ordinal, stream)
-            _thread.visit = weakref.ref(visit)
-        return export(number), visit
+    cuda = cupy().cuda
+    if cuda.runtime.getDevice() != ordinal:
+        with on_device(ordinal):
+            return ask(ordinal, export, array)
+    stream = cuda.get_current_stream()
+    visit = _thread.visit()
+    if visit is None or not _may_join(visit, ordinal, stream):
+        visit = Visit(ordinal, stream)
+        _thread.visit = weakref.ref(visit)
+    return export(array, stream.ptr or LEGACY_STREAM), visit
 
 
-def _after(ordinal: int, stream: Any, releases: list[Callable[[], object]]) -> None:
-    with on_device(ordinal):
-        if stream.ptr and driver.is_capturing(stream.ptr):
-            _call(releases)  # a graph's memory is the caller's to keep
-            return
-        event = cupy().cuda.Event(disable_timing=True)
-        event.record(stream)
-    _ended.append((event, releases))
+def _may_join(visit: Visit, ordinal: int, stream: Any) -> bool:
+    same = visit.stream is stream or visit.stream == stream
+    return same and visit.ordinal == ordinal and len(visit.lent) < MOST_LENT
+
+
+def _after(ordinal: int, stream: Any, lent: list[Any]) -> None:
+    """Lets ``lent`` go when the device has done what is on the stream now."""
+    cuda = cupy().cuda
+    if cuda.runtime.getDevice() != ordinal:
+        with on_device(ordinal):
+            return _after(ordinal, stream, lent)
+    if stream.ptr and cuda.runtime.streamIsCapturing(stream.ptr):
+        return None  # a graph's memory is the caller's to keep
+    try:
+        event = _idle[ordinal].pop()
+    except IndexError:
+        event = cuda.Event(disable_timing=True)
+    event.record(stream)
+    return _ended.append((ordinal, event, lent))
 
 
 def sweep() -> None:
     """Gives back what the GPU is done with, oldest first."""
     while _ended:
         try:
-            event, releases = _ended.popleft()
+            visit = _ended.popleft()
         except IndexError:  # another thread was faster
             return
+        ordinal, event, _ = visit
         if not event.done:
-            _ended.appendleft((event, releases))
+            _ended.appendleft(visit)
             return
-        _call(releases)
-
-
-def _call(releases: list[Callable[[], object]]) -> None:
-    for release in releases:
-        release()
+        _idle[ordinal].append(event)
 
 
 def to_host(v: ArrayView) -> np.ndarray[Any, Any]:

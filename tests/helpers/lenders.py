@@ -86,11 +86,28 @@ _new_capsule.argtypes = (ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p)
 _LEGACY_NAME, _VERSIONED_NAME = (ctypes.c_char_p(n) for n in (b"dltensor", b"dltensor_versioned"))
 
 
+_is_valid = ctypes.pythonapi.PyCapsule_IsValid
+_pointer = ctypes.pythonapi.PyCapsule_GetPointer
+_is_valid.argtypes = _pointer.argtypes = (ctypes.c_void_p, ctypes.c_char_p)
+_pointer.restype = ctypes.c_void_p
+
+
+@ctypes.PYFUNCTYPE(None, ctypes.c_void_p)
+def _destroy(capsule: int) -> None:
+    for name, cls in ((_LEGACY_NAME, _Legacy), (_VERSIONED_NAME, _Versioned)):
+        if _is_valid(capsule, name):
+            managed = cls.from_address(_pointer(capsule, name))
+            if managed.deleter:
+                _Deleter(managed.deleter)(ctypes.addressof(managed))
+
+
 class Handmade:
     """Capsules written field by field. They count what they lent and what they got back.
 
-    The capsule has no destructor: a consumer that does not call the deleter is found out.
+    The destructor calls the deleter of a capsule that has not been renamed.
     """
+
+    destructor: Any = _destroy
 
     def __init__(
         self,
@@ -137,7 +154,7 @@ class Handmade:
             managed.major, managed.flags = self.major, self.flags
         self.lent[ctypes.addressof(managed)] = managed
         name = _LEGACY_NAME if self.major is None else _VERSIONED_NAME
-        return _new_capsule(ctypes.addressof(managed), name, None)
+        return _new_capsule(ctypes.addressof(managed), name, self.destructor)
 
     @property
     def all_returned(self) -> bool:
@@ -145,9 +162,15 @@ class Handmade:
         return sorted(self.lent) == sorted(self.returned)
 
 
+class Careless(Handmade):
+    """Capsules without a destructor: who does not call their deleter is found out."""
+
+    destructor = None
+
+
 class FakeVisit:
     def __init__(self) -> None:
-        self.releases: list[Callable[[], object]] = []
+        self.lent: list[Any] = []
 
 
 class FakeGpu:
@@ -157,6 +180,8 @@ class FakeGpu:
         self.stream = stream
         self.made: list[FakeVisit] = []
 
-    def ask(self, ordinal: int, export: Callable[[int], Any]) -> tuple[Any, FakeVisit]:
+    def ask(
+        self, ordinal: int, export: Callable[[Any, int], Any], array: Any
+    ) -> tuple[Any, FakeVisit]:
         self.made.append(FakeVisit())
-        return export(self.stream), self.made[-1]
+        return export(array, self.stream), self.made[-1]
