@@ -36,9 +36,9 @@ _NAMES = {"float16": "fp16", "float32": "fp32", "bfloat16": "bf16", "float8_e4m3
 
 _TENSOR = "PqiIPPQ"
 """DLTensor: data, device, ndim, dtype, shape, strides, byte_offset."""
-_LEGACY = Struct(f"@{_TENSOR}")
+_AT, _unpack = (ctypes.c_char * 48).from_address, Struct(f"@{_TENSOR}").unpack
 """A DLManagedTensor up to its end, which are manager_ctx and deleter."""
-_VERSIONED = Struct(f"@I4x16xQ{_TENSOR}")
+_AT_1, _unpack_1 = (ctypes.c_char * 80).from_address, Struct(f"@I4x16xQ{_TENSOR}").unpack
 """DLManagedTensorVersioned: major, (minor, manager_ctx, deleter), flags, the tensor."""
 _DELETER, _DELETER_1 = 56, 16
 """Bytes before the deleter of each."""
@@ -53,9 +53,6 @@ _CAPSULE, _TEXT, _ADDRESS = ctypes.py_object, ctypes.c_char_p, ctypes.c_void_p
 _pointer = ctypes.PYFUNCTYPE(_ADDRESS, _CAPSULE, _TEXT)(("PyCapsule_GetPointer", pythonapi))
 _rename = ctypes.PYFUNCTYPE(ctypes.c_int, _CAPSULE, _TEXT)(("PyCapsule_SetName", pythonapi))
 _destructor = ctypes.PYFUNCTYPE(_ADDRESS, _CAPSULE)(("PyCapsule_GetDestructor", pythonapi))
-_bytes = ctypes.PYFUNCTYPE(ctypes.py_object, _ADDRESS, ctypes.c_ssize_t)(
-    ("PyBytes_FromStringAndSize", pythonapi)
-)
 # A capsule keeps the address of its name: these live as long as the module.
 _NAME, _USED = ctypes.c_char_p(b"dltensor"), ctypes.c_char_p(b"used_dltensor")
 _NAME_1 = ctypes.c_char_p(b"dltensor_versioned")
@@ -91,10 +88,6 @@ class Loan(NamedTuple):
 
     array: Any
     memory: Any
-
-    def delivered(self) -> Any:
-        """The array, which is the caller's own."""
-        return self.array
 
 
 _new: Callable[..., Any] = tuple.__new__
@@ -132,33 +125,29 @@ class _Lender:
         """The facts of an array, with a loan as the owner."""
         try:
             kind, ordinal = array.__dlpack_device__()
-            capsule, visit = self._borrow(array, int(kind), int(ordinal))
+            if kind in _HOST:
+                visit = None
+                capsule = self._export(array, None)
+            elif kind in _CUDA and gpu is not None:
+                capsule, visit = gpu.ask(ordinal, self._export, array)
+            else:
+                raise _elsewhere(array, kind)
         except REFUSALS as error:
             raise DTypeError(
                 f"want an array that lends its memory by DLPack, got {_name(array)}, whose export "
                 f"failed ({error}); convert it first"
             ) from error
         address, made, memory = self._read(capsule)
-        if (made.device.kind == "cuda") != (visit is not None):
+        if (visit is None) is not (made.device is CPU):
             raise DTypeError(
-                f"want an export on the device of __dlpack_device__, {kind}, got one on "
+                f"want an export on the device of __dlpack_device__, {int(kind)}, got one on "
                 f"{made.device}; convert the array first"
             )
         if visit is not None:
             visit.lent.append(memory)
             memory = visit
-        return _new(ArrayView, (address, made, _new(Loan, (array, memory))))  # type: ignore[no-any-return]
-
-    def _borrow(self, array: Any, kind: int, ordinal: int) -> tuple[Any, Visit | None]:
-        """The capsule, and on a GPU the visit, before whose launches the producer's work is."""
-        if kind in _HOST:
-            return self._export(array, None), None
-        if kind not in _CUDA or gpu is None:
-            raise UnsupportedDeviceError(
-                f"want an array on the CPU or on a CUDA device, got {_name(array)} on DLPack "
-                f"device type {kind}; move it first"
-            )
-        return gpu.ask(ordinal, self._export, array)
+        view: ArrayView = _new(ArrayView, (address, made, _new(Loan, (array, memory))))
+        return view
 
     def _export(self, array: Any, stream: int | None) -> Any:
         """A capsule of the newest kind that the producer makes."""
@@ -175,32 +164,34 @@ class _Lender:
 
     def _read(self, capsule: Any) -> tuple[int, Facts, Any]:
         """Address and facts, and what gives the memory back when it goes."""
-        versioned = self._versioned
         try:
+            versioned = self._versioned
             managed = _pointer(capsule, _NAME_1 if versioned else _NAME)
         except ValueError:
-            managed, self._versioned = _open(capsule)
-            versioned = self._versioned
+            managed, versioned = _open(capsule)
+            self._versioned = versioned
         memory = capsule if self._has_destructor else self._keep(capsule, managed, versioned)
-        major, flags = 1, 0
         if versioned:
-            major, flags, data, device, ndim, dtype, shape, strides, offset = _VERSIONED.unpack(
-                _bytes(managed, 80)
+            version, flags, data, device, ndim, dtype, shape, strides, offset = _unpack_1(
+                _AT_1(managed)
             )
-            if major != MAX_VERSION[0]:  # the rest may be other things
+            if version != MAX_VERSION[0]:  # the rest may be other things
                 raise DTypeError(
-                    f"want a DLPack capsule of version 1, got {major}; convert the array"
+                    f"want a DLPack capsule of version 1, got {version}; convert the array"
                 )
+            writeable = not (flags & _READ_ONLY or self._immutable)
         else:
-            data, device, ndim, dtype, shape, strides, offset = _LEGACY.unpack(_bytes(managed, 48))
-        if strides == shape + 8 * ndim:  # as most write them
-            sizes = _bytes(shape, 16 * ndim)
+            data, device, ndim, dtype, shape, strides, offset = _unpack(_AT(managed))
+            writeable = not self._immutable
+        if strides == shape + 8 * ndim:  # as most have them
+            place, unpack = _int64s(2 * ndim)
+            numbers = unpack(place(shape))
         else:
-            sizes = _bytes(shape, 8 * ndim)
+            place, unpack = _int64s(ndim)
+            numbers = unpack(place(shape))
             if strides:
-                sizes += _bytes(strides, 8 * ndim)
-        writeable = not (self._immutable or flags & _READ_ONLY)
-        return data + offset, _facts(device, dtype, ndim, sizes, writeable), memory
+                numbers += unpack(place(strides))
+        return data + offset, _facts(device, dtype, ndim, numbers, writeable), memory
 
     def _keep(self, capsule: Any, managed: int, versioned: bool) -> Any:
         """The capsule, or where it has no destructor, which it should have, what stands for it."""
@@ -208,6 +199,13 @@ class _Lender:
             self._has_destructor = True
             return capsule
         return _Used(capsule, managed, versioned)
+
+
+def _elsewhere(array: Any, kind: int) -> UnsupportedDeviceError:
+    return UnsupportedDeviceError(
+        f"want an array on the CPU or on a CUDA device, got {_name(array)} on DLPack device type "
+        f"{int(kind)}; move it first"
+    )
 
 
 def _ask_in_full(array: Any, stream: int | None) -> Any:
@@ -226,9 +224,14 @@ def _ask_before_streams(array: Any, stream: int | None) -> Any:
 
 def _open(capsule: Any) -> tuple[int, bool]:
     """The managed tensor of a capsule that nobody has used, and whether it is a versioned one."""
-    for name, versioned in ((_NAME_1, True), (_NAME, False)):
-        with suppress(ValueError):
-            return _pointer(capsule, name), versioned
+    try:
+        return _pointer(capsule, _NAME_1), True
+    except ValueError:
+        pass  # of another name, or no capsule
+    try:
+        return _pointer(capsule, _NAME), False
+    except ValueError:
+        pass
     raise DTypeError(
         f"want a DLPack capsule that nobody has used, got {capsule!r}; have __dlpack__ make a new "
         f"one for each call"
@@ -257,15 +260,20 @@ def retype(capsule: Any, dtype: bytes) -> None:
     ctypes.memmove(tensor + _TYPE_OFFSET, dtype, 2)
 
 
+@lru_cache
+def _int64s(count: int) -> tuple[Callable[[int], Any], Callable[[Any], tuple[int, ...]]]:
+    """From an address to memory, and from that to its numbers."""
+    return (ctypes.c_char * (8 * count)).from_address, Struct(f"@{count}q").unpack
+
+
 @lru_cache(1 << 16)
-def _facts(device: int, dtype: int, ndim: int, sizes: bytes, writeable: bool) -> Facts:
-    """``device``, ``dtype``: as the structs have them; ``sizes``: shape, and strides if any."""
+def _facts(device: int, dtype: int, ndim: int, numbers: tuple[int, ...], writeable: bool) -> Facts:
+    """``device``, ``dtype``: as the structs have them; ``numbers``: shape, and strides if any."""
     kind, ordinal = Struct("@ii").unpack(device.to_bytes(8, sys.byteorder))
     where = Device("cuda", ordinal) if kind in _CUDA else CPU
-    numbers = Struct(f"@{len(sizes) // 8}q").unpack(sizes)
-    shape = numbers[:ndim]
     name = _type_name(*Struct("@BBH").unpack(dtype.to_bytes(4, sys.byteorder)))
-    return facts(shape, numbers[ndim:] or _row_major(shape), name, where, "dlpack", writeable)
+    shape, strides = numbers[:ndim], numbers[ndim:]
+    return facts(shape, strides or _row_major(shape), name, where, "dlpack", writeable)
 
 
 def _type_name(code: int, bits: int, lanes: int) -> str:

@@ -28,6 +28,8 @@ _NUMPY = {
 _BITS = {"e4m3": np.uint8, "bf16": np.uint16}
 _NUMPY_NAMES = {"fp16": "float16", "fp32": "float32"}
 
+_new_view: Callable[..., ArrayView] = tuple.__new__
+"""Faster than calling the NamedTuple: a call on the GPU views three to ten arrays."""
 _viewers: dict[type, Callable[[Any], ArrayView]] = {}
 
 
@@ -91,9 +93,15 @@ def _view_numpy(a: Any) -> ArrayView:
 
 
 def _view_cupy(a: Any) -> ArrayView:
-    device = Device("cuda", a.device.id)
-    made = _numpy_facts(a.shape, a.strides, a.dtype, device, "cupy", True)
-    return ArrayView(a.data.ptr, made, a)
+    made = _cupy_facts(a.shape, a.strides, a.dtype, a.device.id)
+    return _new_view(ArrayView, (a.data.ptr, made, a))
+
+
+@lru_cache(1 << 16)
+def _cupy_facts(
+    shape: tuple[int, ...], byte_strides: tuple[int, ...], dtype: np.dtype[Any], ordinal: int
+) -> Facts:
+    return _numpy_facts(shape, byte_strides, dtype, Device("cuda", ordinal), "cupy", True)
 
 
 def _view_export(a: Any) -> ArrayView:
@@ -125,10 +133,6 @@ def _numpy_facts(
     strides = tuple(s // item_bytes for s in byte_strides)
     name = dtype.name
     return facts(shape, strides, _NAMES.get(name, name), device, framework, writeable)
-
-
-_new_view: Callable[..., ArrayView] = tuple.__new__
-"""Faster than calling the NamedTuple: a call on the GPU views three to ten arrays."""
 
 
 def _view_torch(a: Any) -> ArrayView:

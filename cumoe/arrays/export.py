@@ -82,8 +82,18 @@ class Export:
         )
 
 
+_takers: dict[type, Callable[[Any], Any]] = {}
+
+
 def _taker(like: Any) -> Callable[[Any], Any] | None:
     """The from_dlpack of an array's framework."""
+    take = _takers.get(type(like)) or _find_taker(like)
+    if take is not None:
+        _takers[type(like)] = take
+    return take
+
+
+def _find_taker(like: Any) -> Callable[[Any], Any] | None:
     namespace = getattr(like, "__array_namespace__", None)
     top = sys.modules.get(type(like).__module__.partition(".")[0])
     places = (

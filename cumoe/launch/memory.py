@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache, partial
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from cumoe.arrays import dlpack
-from cumoe.arrays.exchange import host_result, to_numpy, view
+from cumoe.arrays.exchange import host_result, to_numpy
 from cumoe.arrays.export import Export
 from cumoe.arrays.view import ArrayView, Device
 from cumoe.errors import UnsupportedDeviceError
@@ -19,18 +20,9 @@ from cumoe.launch.device import cupy, device_count, on_device
 _CUPY_DTYPE = {
     "e4m3": "uint8", "uint8": "uint8", "bf16": "uint16", "fp32": "float32", "int32": "int32",
 }  # fmt: skip
+"""CuPy allocates for the frameworks of DLPack too: `arrays.export` hands the array over."""
 
 dlpack.gpu = lending
-
-
-def empty(framework: str, device: Device, shape: tuple[int, ...], dtype: str) -> Any:
-    """An uninitialised contiguous array; e4m3 and bf16 are bytes in CuPy.
-
-    CuPy allocates for the frameworks of DLPack too: `arrays.export` hands the array over.
-    """
-    if framework == "torch":
-        return _torch_empty(shape, dtype, device.ordinal)
-    return cupy().empty(shape, _CUPY_DTYPE[dtype])
 
 
 class Output(NamedTuple):
@@ -46,14 +38,11 @@ def maker(framework: str, device: Device, output: Output) -> Callable[[], Any]:
     """What makes an uninitialised output, again and again, with that device current."""
     if framework == "torch":
         return _torch_maker(device.ordinal, output)
-    return partial(_make, framework, device, output)
-
-
-def _make(framework: str, device: Device, output: Output) -> Any:
-    shape, dtype, rows = output
+    shape, name, rows = output
+    make, dtype = cupy().empty, np.dtype(_CUPY_DTYPE[name])
     if not rows:
-        return empty(framework, device, shape, dtype)
-    return empty(framework, device, (shape[1], rows), dtype)[:, : shape[0]].T
+        return partial(make, shape, dtype)
+    return lambda: make((shape[1], rows), dtype)[:, : shape[0]].T
 
 
 def _torch_maker(ordinal: int, output: Output) -> Callable[[], Any]:
@@ -65,10 +54,6 @@ def _torch_maker(ordinal: int, output: Output) -> Callable[[], Any]:
         return partial(torch.empty, shape, **options)
     padded = partial(torch.empty_strided, (rows, shape[1]), (1, rows), **options)
     return padded if rows == shape[0] else lambda: padded()[: shape[0]]
-
-
-def _torch_empty(shape: tuple[int, ...], dtype: str, ordinal: int) -> Any:
-    return _torch_maker(ordinal, Output(shape, dtype))()
 
 
 @cache
@@ -92,11 +77,9 @@ class Ways(NamedTuple):
 def ways(framework: str) -> Ways:
     """torch's own where its arrays come, CuPy's for all others."""
     if framework != "torch":
-        return Ways(
-            lambda: int(cupy().cuda.runtime.getDevice()),
-            lambda ordinal: int(cupy().cuda.get_current_stream().ptr),
-            lambda array: view(array, "output").ptr,
-        )
+        cuda = cupy().cuda
+        stream = cuda.get_current_stream
+        return Ways(cuda.runtime.getDevice, lambda _: stream().ptr, attrgetter("data.ptr"))
     import torch
 
     # The raw getters where this torch has them: the public ones look at more, or make a Stream.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from operator import itemgetter
@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from cumoe.arrays.check import Apart, apart, require_apart
 from cumoe.arrays.exchange import host_result, is_torch, to_numpy, torch_facts, view
-from cumoe.arrays.view import ArrayView
+from cumoe.arrays.view import LINE, ArrayView
 from cumoe.launch import device, memory
 from cumoe.launch.memory import Output
 from cumoe.launch.run import Launch, Prepared
@@ -20,6 +20,7 @@ from cumoe.ops._outputs import delivered
 
 Starts = tuple[int, ...]
 """Where each array starts in a line of 256 bytes; what is None, or yet to be made, starts one."""
+Views = list[ArrayView | None]
 MAX_READY = 8192
 """Calls that a thread keeps prepared, some KiB each."""
 
@@ -47,6 +48,15 @@ class Given(NamedTuple):
     def addresses(self) -> list[int]:
         """Where they lie."""
         return [v.ptr for v in self.views]
+
+
+class Alike(NamedTuple):
+    """Calls of one op with the same scalars on arrays of the same classes."""
+
+    is_viewed: bool
+    """Whether each call views its arrays. Not where all are torch's."""
+    ready: dict[tuple[Any, ...], Ready]
+    """By `torch_facts`, or by the `_key` of the views."""
 
 
 class Op:
@@ -79,28 +89,47 @@ class Op:
         self._scalars, self._check, self._reference = scalars, check, reference
 
     def __call__(self, arrays: tuple[Any, ...], scalars: tuple[Any, ...]) -> Any:
-        """Runs the op: at once where this thread has run a call like it on torch tensors."""
-        ready, given = None, [a for a in arrays if a is not None]
+        """Runs the op: at once where this thread has run a call like it on a GPU."""
         try:
             alike = _thread.alike.get(self._kind(arrays, scalars))
-            if alike is not None:
-                facts, addresses = torch_facts(given)
-                ready = alike.get(facts)
-        except (RuntimeError, TypeError):
-            pass  # a tensor without memory, a scalar that is no key: told by name below
+        except TypeError:  # a scalar that is no key: told by name below
+            alike = None
+        if alike is None:
+            return self._run(arrays, scalars, self._views(arrays))
+        if alike.is_viewed:
+            return self._run_viewed(alike.ready, arrays, scalars)
+        ready, given = None, [a for a in arrays if a is not None]
+        try:
+            facts, addresses = torch_facts(given)
+            ready = alike.ready.get(facts)
+        except RuntimeError:
+            pass  # a tensor without memory: told by name below
         if ready is None or 0 in addresses or (ready.strided and ready.is_negated(given)):
-            return self._run(arrays, scalars)
+            return self._run(arrays, scalars, self._views(arrays))
         return ready(given, addresses)
 
     def _kind(self, arrays: tuple[Any, ...], scalars: tuple[Any, ...]) -> tuple[Any, ...]:
         return (self, scalars, *map(type, scalars), *map(type, arrays))  # True and 1 are equal
 
-    def _run(self, arrays: tuple[Any, ...], scalars: tuple[Any, ...]) -> Any:
-        plain = self._scalars(*scalars)
-        views = [
+    def _views(self, arrays: tuple[Any, ...]) -> Views:
+        return [
             view(a, name) if a is not None or i < self._required else None
             for i, (a, name) in enumerate(zip(arrays, self._arrays, strict=True))
         ]
+
+    def _run_viewed(
+        self, known: dict[Any, Ready], arrays: tuple[Any, ...], scalars: tuple[Any, ...]
+    ) -> Any:
+        views = self._views(arrays)
+        present = [v for v in views if v is not None]
+        addresses = [v.ptr for v in present]
+        ready = known.get(_key(present))
+        if ready is None:
+            return self._run(arrays, scalars, views)
+        return ready([v.owner for v in present], addresses)
+
+    def _run(self, arrays: tuple[Any, ...], scalars: tuple[Any, ...], views: Views) -> Any:
+        plain = self._scalars(*scalars)
         facts = [None if v is None else v.facts for v in views]
         call = self._check(*facts, tuple(0 if v is None else v.start for v in views), plain)
         given = self._given(views)
@@ -109,11 +138,10 @@ class Op:
             return self._compute(call, given)
         with device.on_device(given.views[0].device.ordinal):
             ready = self._ready(call, given)
-            if all(is_torch(v.owner) for v in given.views):
-                self._remember(ready, arrays, scalars)
-            return self._launch(ready, call, given)
+            self._remember(ready, given, self._kind(arrays, scalars))
+            return ready([v.owner for v in given.views], given.addresses)
 
-    def _given(self, views: list[ArrayView | None]) -> Given:
+    def _given(self, views: Views) -> Given:
         named = [(n, v) for n, v in zip(self._arrays, views, strict=True) if v is not None]
         inputs = sum(v is not None for v in views[: self._inputs])
         facts = tuple(v.facts for _, v in named)
@@ -138,28 +166,24 @@ class Op:
             known[call] = Ready(call, given, self._results)
         return known[call]
 
-    def _remember(self, ready: Ready, arrays: tuple[Any, ...], scalars: tuple[Any, ...]) -> None:
-        facts, _ = torch_facts(a for a in arrays if a is not None)
+    def _remember(self, ready: Ready, given: Given, kind: tuple[Any, ...]) -> None:
+        is_viewed = not all(is_torch(v.owner) for v in given.views)
+        key = _key(given.views) if is_viewed else torch_facts(v.owner for v in given.views)[0]
         with suppress(TypeError):  # a list among the scalars
-            _thread.alike.setdefault(self._kind(arrays, scalars), {})[facts] = ready
+            _thread.alike.setdefault(kind, Alike(is_viewed, {})).ready[key] = ready
 
-    def _launch(self, ready: Ready, call: Call, given: Given) -> Any:
-        like = given.views[0]
-        results = ready([v.owner for v in given.views], given.addresses)
-        return _one_or_all(
-            delivered(result, like, call.outputs.get(name))
-            for name, result in zip(
-                self._results, results if len(self._results) > 1 else (results,), strict=True
-            )
-        )
+
+def _key(views: Sequence[ArrayView]) -> tuple[Any, ...]:
+    """All that decides what a call is but addresses."""
+    return (*[v.facts for v in views], *[v.ptr % LINE for v in views])
 
 
 class Ready:
     """A call that its thread can run at once, with other addresses."""
 
     __slots__ = (
-        "_address", "_current_device", "_device", "_makers", "_names", "_pairs", "_prepared",
-        "_results", "_stream", "strided",
+        "_address", "_current_device", "_device", "_is_lent", "_made", "_makers", "_names",
+        "_pairs", "_prepared", "_results", "_stream", "strided",
     )  # fmt: skip
 
     def __init__(self, call: Call, given: Given, results: tuple[str, ...]) -> None:
@@ -174,6 +198,8 @@ class Ready:
         stream = self._stream(self._device)
         self._prepared = Prepared(call.launches, names, self._device, stream)
         self._results = itemgetter(*(names.index(name) for name in results))
+        self._made = [call.outputs.get(name) for name in results]
+        self._is_lent = any(v.framework == "dlpack" for v in given.views)
         self.strided = tuple(i for i, v in enumerate(given.views) if not v.facts.is_contiguous)
 
     def is_negated(self, tensors: list[Any]) -> bool:
@@ -194,7 +220,15 @@ class Ready:
             arrays.append(made)
             addresses.append(self._address(made))
         self._prepared(self._stream(self._device), addresses)
-        return self._results(arrays)
+        results = self._results(arrays)
+        return self._delivered(arrays[0], results) if self._is_lent else results
+
+    def _delivered(self, like: Any, results: Any) -> Any:
+        if len(self._made) == 1:
+            return delivered(results, like, self._made[0])
+        return tuple(
+            [delivered(r, like, made) for r, made in zip(results, self._made, strict=True)]
+        )
 
 
 class _Thread(threading.local):
@@ -202,8 +236,8 @@ class _Thread(threading.local):
 
     def __init__(self) -> None:
         self.ready: dict[Call, Ready] = {}
-        self.alike: dict[tuple[Any, ...], dict[tuple[Any, ...], Ready]] = {}
-        """The same for torch tensors: by op, scalars and classes, then by `torch_facts`."""
+        self.alike: dict[tuple[Any, ...], Alike] = {}
+        """The same by op, scalars and classes."""
 
     def forget(self) -> None:
         """Everything."""

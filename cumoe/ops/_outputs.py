@@ -6,7 +6,6 @@ from typing import Any
 
 from cumoe.arrays.dlpack import Loan
 from cumoe.arrays.export import Export
-from cumoe.arrays.view import ArrayView
 from cumoe.launch.memory import Output
 from cumoe.plan.scales import ScaleLayout
 
@@ -16,13 +15,13 @@ def scale_output(layout: ScaleLayout) -> Output:
     return Output(layout.shape, layout.dtype, 0 if layout.is_row_major else layout.rows)
 
 
-def delivered(array: Any, like: ArrayView | None = None, made: Output | None = None) -> Any:
+def delivered(array: Any, like: Any = None, made: Output | None = None) -> Any:
     """An output as its caller gets it, after the launches that fill it, on its device.
 
-    ``made``: what it is, where it is new and to be in the framework of ``like``.
+    ``made``: what it is, where it is new and to be in the framework of ``like``, if that is lent.
     """
     if type(array) is Loan:
-        return array.delivered()
-    if made is not None and like is not None and like.framework == "dlpack":
-        return Export(array, made.dtype, like.owner.array).delivered()
+        return array.array
+    if made is not None and type(like) is Loan:
+        return Export(array, made.dtype, like.array).delivered()
     return array

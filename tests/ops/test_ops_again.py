@@ -15,15 +15,17 @@ import pytest
 import torch
 
 import cumoe
-from cumoe.arrays import exchange
+from cumoe.arrays import dlpack, exchange
 from cumoe.arrays.view import Device
 from cumoe.errors import ArgumentError, CumoeError, DTypeError, UnsupportedDeviceError
 from cumoe.launch import device, driver, memory, module
 from cumoe.ops import _op
+from cumoe.ops import per_token_group_quant_fp8 as quant
 from cumoe.ops import silu_and_mul_quant_fp8 as silu
 from cumoe.plan.device import H200
 from cumoe.store import store
 from tests.helpers.forks import fork, join
+from tests.helpers.lenders import FakeGpu, Wrapped
 
 BF16, E4M3 = torch.bfloat16, torch.float8_e4m3fn
 
@@ -354,3 +356,29 @@ def test_the_two_halves_of_the_activation_share_a_scratch(gpu, monkeypatch):
             assert one[4] not in (0, one[0], *one[5:7])
     finally:
         silu._checked.cache_clear()
+
+
+def test_lent_arrays_run_at_once_with_their_own_addresses(gpu, monkeypatch):
+    class Lent(Wrapped):
+        def __dlpack__(self, *, stream, max_version):
+            assert stream == 77
+            return self.array.__dlpack__(max_version=max_version)
+
+    monkeypatch.setattr(dlpack, "gpu", FakeGpu(stream=77))
+    monkeypatch.setattr(dlpack, "_CUDA", (1,))
+    monkeypatch.setattr(dlpack, "_HOST", ())
+    dlpack._facts.cache_clear()
+
+    def call(rows: int = 4) -> tuple[Any, ...]:
+        x, (out, out_scale) = Lent(tensor(rows, 256)), map(Lent, quantized(rows, 256).values())
+        results = cumoe.per_token_group_quant_fp8(x, out=out, out_scale=out_scale)
+        assert results == (out, out_scale)
+        return x, out, out_scale
+
+    call()
+    monkeypatch.setattr(quant._op, "_check", None)
+    x, out, out_scale = (a.array.data_ptr() for a in call())
+    assert gpu.launches[-1][2] == [x, 256, 0, out, out_scale, 2, 1, 4, 4]
+    with pytest.raises(TypeError):  # looked at anew
+        call(rows=5)
+    dlpack._facts.cache_clear()
