@@ -88,14 +88,17 @@ def gpu():
     thread = ThreadPoolExecutor(1)
     gpu = FakeDriver(thread)
 
-    def empty(framework, device, shape, dtype):
-        return aligned_empty(shape, np.dtype(_DTYPES.get(dtype, dtype)))
+    def maker(framework, device, output):
+        (rows, *columns), dtype = output.shape, np.dtype(_DTYPES.get(output.dtype, output.dtype))
+        if not output.column_rows:
+            return lambda: aligned_empty(output.shape, dtype)
+        return lambda: aligned_empty((*columns, output.column_rows), dtype)[:, :rows].T
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(exchange, "CPU", Device("cuda", 0))
         patch.setattr(launch_device, "on_device", lambda ordinal: nullcontext())
         patch.setattr(launch_device, "info", lambda ordinal: H200)
-        patch.setattr(memory, "empty", empty)
+        patch.setattr(memory, "maker", maker)
         ways = memory.Ways(lambda: 0, lambda ordinal: 0, lambda array: array.ctypes.data)
         patch.setattr(memory, "ways", lambda framework: ways)
         patch.setattr(store, "get", lambda kernel: kernel)
