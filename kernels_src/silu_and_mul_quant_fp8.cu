@@ -5,27 +5,36 @@
 //
 // Row r is one (token, slot) pair. With IDS only the rows of experts on this rank are computed; the
 // others keep the bytes they had. STEP selects both stages, which pass y in registers, or one of them,
-// which pass it through memory. Two strategies; all of these give the same bytes:
+// which pass it through memory. All ways to deal the groups out give the same bytes:
 //
-//   all groups at once, the shortest way through a small call
-//   PERSISTENT: CTAs walk chunks of rows, of which they first list the valid ones
+//   AT_ONCE  a team of LANES lanes for each group: the shortest way
+//   EAGER    the same; gate and up are read before it is known whether the row is computed
+//   WALK     CTAs walk chunks of rows; of filtered rows they first list the valid ones
 #include "common/group_quant.cuh"
-#include "common/routing.cuh"
+#include "common/row_filter.cuh"
 #include "common/swiglu.cuh"
 #include "common/vec.cuh"
 #include "ptx/pdl.cuh"
 
-static_assert(H > 0 && H % GROUP == 0, "H is a positive multiple of the group size");
 enum Step { BOTH = 0, ACTIVATE = 1, QUANTIZE = 2 };
+enum Deal { AT_ONCE = 0, EAGER = 1, WALK = 2 };
 
+static_assert(H > 0 && H % GROUP == 0, "H is a positive multiple of the group size");
 static_assert(THREADS % 32 == 0 && 32 % LANES == 0, "whole warps, whole groups");
 static_assert(!PACKED || UE8M0, "only power-of-two scales fit into exponent bytes");
 static_assert(!MAP || IDS, "an expert map needs ids to map");
 static_assert(STEP >= BOTH && STEP <= QUANTIZE, "which stages are compiled");
+static_assert(DEAL >= AT_ONCE && DEAL <= WALK, "how groups are dealt out");
 static_assert(CLAMP >= NO_CLAMP && CLAMP <= FP32_CLAMP, "how the clamp is compiled");
+static_assert(LISTERS % 32 == 0 && LISTERS <= THREADS, "who makes a list: each warp, or some for all");
 
 constexpr int GROUPS = H / GROUP;
 constexpr int GROUPS_PADDED = PACKED ? ceil_div(GROUPS, 4) * 4 : GROUPS;
+constexpr u32 TEAMS = THREADS / LANES;
+
+typedef Lane<LANES> L;
+typedef RowFilter<IDS, MAP, HELD_EXPERTS> Filter;
+typedef RowList<Filter, THREADS, LISTERS, SCAN> List;
 
 struct Arguments {
     const u16* gate_up;        // [R, 2H] bf16
@@ -40,95 +49,164 @@ struct Arguments {
     Swiglu swiglu;
 };
 
-DEVICE bool is_valid(const Arguments& a, i64 row) {
-    return IDS == NO_IDS || row >= a.R ||
-           local_expert<IDS, MAP>(a.topk_ids, row, a.expert_map, a.num_experts,
-                                  a.num_local_experts) >= 0;
-}
+// How CTAs walk rows: squads of squad_ctas CTAs take chunks of chunk_rows rows.
+struct Walk {
+    i64 chunk_rows, squad_ctas, squad_reciprocal;  // of 2^32, rounded up
 
-// y of this lane: from gate and up, or from memory; to memory if that is all there is to do.
-template <int LANES>
-DEVICE void activate_lane(const Arguments& a, i64 row, int group,
-                          u32 (&y)[Lane<LANES>::RUNS][Lane<LANES>::RUN / 2]) {
-    typedef Lane<LANES> L;
-    u16* y_row = a.y + row * H + group * GROUP;
-    if constexpr (STEP == QUANTIZE) {
-#pragma unroll
-        for (int r = 0; r < L::RUNS; r++) load_bf16x2<true>(y_row, L::column(r), y[r]);
-        return;
-    }
-    const u16* gate_row = a.gate_up + row * a.gate_up_row_stride + group * GROUP;
-    u32 gate[L::RUNS][L::RUN / 2], up[L::RUNS][L::RUN / 2];
-#pragma unroll
-    for (int r = 0; r < L::RUNS; r++) {
-        load_bf16x2<ALIGNED>(gate_row, L::column(r), gate[r]);
-        load_bf16x2<ALIGNED>(gate_row, H + L::column(r), up[r]);
-    }
-#pragma unroll
-    for (int r = 0; r < L::RUNS; r++) swiglu_lane<CLAMP, SCALED>(gate[r], up[r], a.swiglu, y[r]);
-    if constexpr (STEP == ACTIVATE) {
-#pragma unroll
-        for (int r = 0; r < L::RUNS; r++) store_bf16x2<true>(y_row + L::column(r), y[r]);
-    }
-}
+    // n / squad_ctas, or more where n is beyond 2^32 / squad_ctas.
+    DEVICE u32 per_member(u32 n) const { return u32(n * u64(squad_reciprocal) >> 32); }
+};
 
-// One group by the LANES lanes that call it together; padding gets the scale 0.
-DEVICE void compute_group(const Arguments& a, i64 row, int group) {
-    typedef Lane<LANES> L;
-    float s = 0.0f;
-    if (row < a.R && group < GROUPS) {
-        u32 y[L::RUNS][L::RUN / 2];
-        activate_lane<LANES>(a, row, group, y);
-        if constexpr (STEP == ACTIVATE) return;
-        float amax = 0.0f;
-#pragma unroll
-        for (int r = 0; r < L::RUNS; r++) amax = fmaxf(amax, amax_bf16x2(y[r]));
-        s = group_scale<UE8M0, true>(group_amax<LANES>(amax));
-        const Divider<UE8M0, true> divide(s);
-        u8* q = a.q + row * H + group * GROUP;
+// One group, as the LANES lanes see it that compute it together. It is made without access to memory;
+// whole warps load and finish theirs, also those lanes whose group does not count.
+struct Group {
+    static constexpr int PAIRS = L::VALUES / 2, RUN_PAIRS = L::RUN / 2;
+    typedef u32 (&Run)[RUN_PAIRS];
+
+    u32 row, index;  // index: among the row's groups
+    const u16* source;  // gate, or, if STEP is QUANTIZE, the activation that an earlier launch made
+    bool is_padding;
+    u32 gate[PAIRS], up[PAIRS];
+
+    DEVICE Group(const Arguments& a, u32 row, u32 index) : row(row), index(index) {
+        is_padding = row >= u32(a.R) || index >= GROUPS;  // it then loads its neighbour
+        const u32 r = min(row, u32(a.R) - 1), i = min(index, GROUPS - 1);
+        source = STEP == QUANTIZE ? a.y + (u64(r) * H + i * GROUP)
+                                  : a.gate_up + (r * a.gate_up_row_stride + i * GROUP);
+        source += L::column(0);
+    }
+
+    DEVICE static Run run(u32 (&values)[PAIRS], int r) {
+        return reinterpret_cast<Run>(values[r * RUN_PAIRS]);
+    }
+
+    DEVICE void load() {
 #pragma unroll
         for (int r = 0; r < L::RUNS; r++) {
-            u32 codes[L::RUN / 4];
-#pragma unroll
-            for (int i = 0; i < L::RUN / 4; i++) {
-                codes[i] = e4m3x4(divide(low_f32(y[r][2 * i])), divide(high_f32(y[r][2 * i])),
-                                  divide(low_f32(y[r][2 * i + 1])), divide(high_f32(y[r][2 * i + 1])));
-            }
-            store_codes<ALIGNED>(q + L::column(r), codes);
+            const int column = L::column(r) - L::column(0);
+            load_bf16x2<STEP == QUANTIZE || ALIGNED>(source, column, run(gate, r));
+            if (STEP != QUANTIZE) load_bf16x2<ALIGNED>(source, H + column, run(up, r));
         }
     }
-    if (STEP != ACTIVATE && L::index() == 0)
-        store_scale<PACKED>(a.scale, row, group, a.scale_row_stride, a.scale_group_stride, s);
-}
 
-// The shortest way through a small call.
+    // From what was loaded to the outputs, if this group `counts`; padding gets the scale 0.
+    DEVICE void finish(const Arguments& a, bool counts) {
+        u32 y[PAIRS];
+        if constexpr (STEP != QUANTIZE) swiglu_lane<CLAMP, SCALED>(gate, up, a.swiglu, y);
+        const bool stores = counts && !is_padding;
+        if constexpr (STEP == ACTIVATE) {
+            if (stores) store_y(a, y);
+            return;
+        }
+        const float s = quantize(a, STEP == QUANTIZE ? gate : y, stores);
+        if (counts && L::index() == 0)
+            store_scale<PACKED>(a.scale, row, index, a.scale_row_stride, a.scale_group_stride,
+                                is_padding ? 0.0f : s);
+    }
+
+    DEVICE u64 column() const { return u64(row) * H + index * GROUP + L::column(0); }
+
+    DEVICE void store_y(const Arguments& a, u32 (&y)[PAIRS]) const {
+#pragma unroll
+        for (int r = 0; r < L::RUNS; r++)
+            store_bf16x2<true>(a.y + column() + (L::column(r) - L::column(0)), run(y, r));
+    }
+
+    // Stores the codes of y; its scale.
+    DEVICE float quantize(const Arguments& a, const u32 (&y)[PAIRS], bool stores) const {
+        const float s = group_scale<UE8M0, true>(group_amax<LANES>(amax_bf16x2(y), ALL_LANES));
+        const Divider<UE8M0, true> divide(s);
+        u32 codes[L::RUNS][RUN_PAIRS / 2];
+#pragma unroll
+        for (int i = 0; i < PAIRS / 2; i++) {
+            const u32 low = y[2 * i], high = y[2 * i + 1];
+            codes[i / (RUN_PAIRS / 2)][i % (RUN_PAIRS / 2)] =
+                e4m3x4(divide(low_f32(low)), divide(high_f32(low)), divide(low_f32(high)),
+                       divide(high_f32(high)));
+        }
+        if (!stores) return s;
+#pragma unroll
+        for (int r = 0; r < L::RUNS; r++)
+            store_codes<ALIGNED>(a.q + column() + (L::column(r) - L::column(0)), codes[r]);
+        return s;
+    }
+};
+
+// A team for each group: the shortest way. Teams beyond the last group repeat it.
 DEVICE void compute_at_once(const Arguments& a) {
-    const u32 item = (blockIdx.x * THREADS + threadIdx.x) / LANES;
-    const u32 row = item / GROUPS_PADDED;
-    if (row < a.R_padded && is_valid(a, row)) compute_group(a, row, item % GROUPS_PADDED);
+    const u32 last = u32(a.R_padded) * GROUPS_PADDED - 1;
+    const u32 item = min(blockIdx.x * TEAMS + threadIdx.x / LANES, last);
+    Group group(a, item / GROUPS_PADDED, item % GROUPS_PADDED);
+    Filter filter(a.topk_ids, a.expert_map, a.num_experts, a.num_local_experts);
+    if constexpr (IDS == NO_IDS) {
+        wait_for_predecessor_with(group.source);
+        group.load();
+        group.finish(a, true);
+    } else {
+        const bool is_row = group.row < u32(a.R);
+        wait_for_predecessor_with(group.source, filter.lanes_entry);
+        const Filter::Id id = filter.read(filter.address(group.row), is_row);
+        if (DEAL == EAGER && is_row) group.load();
+        filter.read_map();
+        const bool counts = filter.takes(id) || !is_row;
+        if (!__any_sync(ALL_LANES, counts)) return;
+        if (DEAL != EAGER && counts) group.load();
+        group.finish(a, counts);
+    }
 }
 
-// CTAs walk chunks of up to 32 rows: each warp lists the valid rows of the chunk, and teams of
-// LANES lanes share their groups evenly over the CTA.
-DEVICE void compute_by_chunks(const Arguments& a, i64 chunk_rows) {
-    constexpr int TEAMS = THREADS / LANES;
-    __shared__ u8 lists[THREADS / 32][32];
-    u8* list = lists[threadIdx.x / 32];
-    const int lane = threadIdx.x % 32;
-    for (i64 first = blockIdx.x * chunk_rows; first < a.R_padded; first += gridDim.x * chunk_rows) {
-        int rows = int(min(chunk_rows, a.R_padded - first));
-        if constexpr (IDS != NO_IDS) {
-            const bool counts = lane < rows && is_valid(a, first + lane);
-            const u32 valid = __ballot_sync(0xFFFFFFFFu, counts);
-            if (counts) list[__popc(valid & ((1u << lane) - 1))] = u8(lane);
-            rows = __popc(valid);
-            __syncwarp();
-        }
-        for (u32 item = threadIdx.x / LANES; item < rows * GROUPS_PADDED; item += TEAMS) {
-            const u32 row = item / GROUPS_PADDED;
-            compute_group(a, first + (IDS == NO_IDS ? row : list[row]), item % GROUPS_PADDED);
-        }
-        if (IDS != NO_IDS) __syncwarp();  // the list is read before it is made anew
+// Which groups of some rows a warp computes: it starts at its `first`, and goes on by `stride`. The warps
+// of a CTA lie far apart, so that all CTAs have as many groups.
+struct Share {
+    u32 first, stride;
+
+    DEVICE Share(u32 cta, u32 ctas)
+        : first((threadIdx.x / 32 * ctas + cta) * (32 / LANES)), stride(ctas * TEAMS) {}
+};
+
+// This warp's share of the groups of `rows` rows, which `row_of` numbers.
+template <class RowOf>
+DEVICE void compute_rows(const Arguments& a, u32 rows, Share share, RowOf row_of) {
+    const u32 items = rows * GROUPS_PADDED, team = threadIdx.x / LANES % (32 / LANES);
+    for (u32 first = share.first; first < items; first += share.stride) {
+        const u32 item = min(first + team, items - 1);  // beyond the last: the same once more
+        Group group(a, row_of(item / GROUPS_PADDED), item % GROUPS_PADDED);
+        group.load();
+        group.finish(a, true);
+    }
+}
+
+// CTAs walk chunks of rows; the lanes of a CTA share its groups evenly.
+DEVICE void compute_chunks(const Arguments& a, u32 chunk_rows) {
+    const Share share(0, 1);
+    wait_for_predecessor();
+    for (u32 first = blockIdx.x * chunk_rows; first < u32(a.R_padded); first += gridDim.x * chunk_rows) {
+        const u32 rows = min(chunk_rows, u32(a.R_padded) - first);
+        compute_rows(a, rows, share, [&](u32 row) { return first + row; });
+    }
+}
+
+// Squads of CTAs walk chunks of rows; all CTAs of a squad list the valid rows, and share their groups.
+DEVICE void compute_listed_chunks(const Arguments& a, Walk walk) {
+    __shared__ List::Shared lists[LISTERS == 32 ? THREADS / 32 : 1];
+    List list(lists[LISTERS == 32 ? threadIdx.x / 32 : 0]);
+    Filter filter(a.topk_ids, a.expert_map, a.num_experts, a.num_local_experts);
+    const u32 R = u32(a.R), R_padded = u32(a.R_padded), chunk_rows = u32(walk.chunk_rows);
+    const u32 squad = walk.per_member(blockIdx.x), ctas = u32(walk.squad_ctas);
+    const Share share(blockIdx.x - squad * ctas, ctas);
+    u32 first = squad * chunk_rows;
+    const Filter::Id* id = filter.address(first + list.row());
+    wait_for_predecessor_with(filter.lanes_entry, id, share.first, share.stride);
+    list.read(filter, id, min(first + chunk_rows, R) - first);
+    filter.read_map();
+    for (;;) {
+        const u32 last = min(first + chunk_rows, R_padded), end = min(max(R, first), last);
+        const u32 rows = list.fill(filter, end - first, last - end);
+        compute_rows(a, rows, share, [&](u32 row) { return first + list.shared.rows[row]; });
+        first += walk.per_member(gridDim.x) * chunk_rows;
+        if (first >= R_padded) return;
+        List::synchronize();  // the list is read before it is made anew
+        list.read(filter, filter.address(first + list.row()), min(first + chunk_rows, R) - first);
     }
 }
 
@@ -147,7 +225,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS_PER_SM) silu_and_mul_
     i64 R_padded,
     i64 num_experts,
     i64 num_local_experts,
-    i64 chunk_rows,                        // 1 to 32, if PERSISTENT
+    i64 chunk_rows,                        // if DEAL is WALK
+    i64 squad_ctas,                        // if the rows that are walked are filtered
+    i64 squad_reciprocal,                  // 2^32 / squad_ctas, rounded up
     float limit,
     float alpha,
     float beta) {
@@ -155,10 +235,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS_PER_SM) silu_and_mul_
                       scale_group_stride, R, R_padded, num_experts, num_local_experts,
                       Swiglu{limit, alpha, beta}};
     release_successor();
-    wait_for_predecessor();
-    if constexpr (PERSISTENT) {
-        compute_by_chunks(a, chunk_rows);
-    } else {
+    if constexpr (DEAL != WALK)
         compute_at_once(a);
-    }
+    else if constexpr (IDS == NO_IDS)
+        compute_chunks(a, u32(chunk_rows));
+    else
+        compute_listed_chunks(a, Walk{chunk_rows, squad_ctas, squad_reciprocal});
 }

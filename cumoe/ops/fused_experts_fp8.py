@@ -149,7 +149,7 @@ def _launches(p: planning.Problem, plan: planning.Plan, c: Checked, first: int) 
         Launch(
             plan.activate.step,
             (slots, 2 * p.N, ids, expert_map, 0, q, q_scale, p.N // GROUP_SIZE, 1,
-             num_slots, num_slots, p.num_experts, p.num_local_experts, plan.activate.chunk_rows,
+             num_slots, num_slots, p.num_experts, p.num_local_experts, *plan.activate.walk,
              s.limit or 0.0, s.alpha, s.beta),
         ),
         Launch(plan.gemm2, (q, q_scale, *weight("w2"), *tiles, slots, num_slots)),

@@ -156,6 +156,7 @@ def _checked(
         ids=id_type,
         has_map=expert_map is not None,
         aligned=_inputs.is_aligned(starts[0], row_stride, 2, 16) and starts[3] % 8 == 0,
+        num_experts=0 if expert_map is None else expert_map.shape[0],
     )
     fused, info = settings().fused_act_quant, device.info(where.ordinal)
     if not fused:
@@ -168,7 +169,7 @@ def _checked(
     scalars = plain.limit or 0.0, plain.alpha, plain.beta
     steps = (planning.BOTH,) if fused else (planning.ACTIVATE, planning.QUANTIZE)
     plans = [planning.plan(problem._replace(step=step), info) for step in steps]
-    launches = tuple(Launch(p.step, (*arguments, p.chunk_rows, *scalars)) for p in plans)
+    launches = tuple(Launch(p.step, (*arguments, *p.walk, *scalars)) for p in plans)
     return Call(plain._asdict(), launches, made)
 
 

@@ -169,8 +169,9 @@ def _op_steps(device: DeviceInfo, layer: Layer) -> Iterator[Step]:
         scales, activate.CLAMPS, _BOOL, filters, _BOOL, rows_of, activate.STEPS
     ):
         case = activate.Problem(
-            rows, layer.N, scale_format, packed, clamp, scaled, ids, has_map, aligned, step
-        )
+            rows, layer.N, scale_format, packed, clamp, scaled, ids, has_map, aligned, step,
+            layer.num_experts if has_map else 0,
+        )  # fmt: skip
         yield activate.plan(case, device).step
     experts = layer.num_experts
     for ids, has_map in product(_IDS, _BOOL):

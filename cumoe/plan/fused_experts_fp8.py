@@ -126,6 +126,7 @@ def plan(problem: Problem, device: DeviceInfo) -> Plan:
                 ids=p.ids,
                 has_map=p.has_map,
                 aligned=True,
+                num_experts=p.num_experts if p.has_map else 0,
             ),
             device,
         ),

@@ -11,7 +11,7 @@ from cumoe.plan.device import DeviceInfo, has_dependent_launch
 from cumoe.plan.scales import GROUP_SIZE, ceil_to
 from cumoe.plan.spec import LaunchSpec, Step, kernel_spec
 
-ABI = "PqPPPPPqqqqqqqfff"
+ABI = "PqPPPPPqqqqqqqqqfff"
 
 NO_CLAMP, BF16_CLAMP, FP32_CLAMP = CLAMPS = (0, 1, 2)
 """`Clamp` of ``kernels_src/common/swiglu.cuh``."""
@@ -19,8 +19,13 @@ NO_CLAMP, BF16_CLAMP, FP32_CLAMP = CLAMPS = (0, 1, 2)
 BOTH, ACTIVATE, QUANTIZE = STEPS = (0, 1, 2)
 """`Step` of the kernel: fused, or one of the two halves that pass the activation through memory."""
 
+AT_ONCE, EAGER, WALK = 0, 1, 2
+"""`Deal` of the kernel: how groups are dealt out."""
+
 MAX_CHUNK_ROWS = 32
-"""A warp tests one row a lane."""
+"""Of a walk over rows that are all computed."""
+MAX_HELD_EXPERTS = 1024
+"""Of an expert_map that a warp holds: a bit for each, in a word per lane."""
 
 
 class Strategy(NamedTuple):
@@ -30,38 +35,44 @@ class Strategy(NamedTuple):
     lanes: int
     """Of a warp, per group of 128."""
     threads: int
-    ctas_per_sm: int = 0
-    """Of a persistent kernel; 0 deals all groups out at once."""
+    deal: int = AT_ONCE
+    ctas_per_sm: int = 1
+    """Resident ones: the grid of a walk, and in any case a bound on registers."""
+    listers: int = 32
+    """Threads that list a walk's valid rows for their CTA; with 32 each warp lists for itself."""
+    scan: int = 1
+    """Ids that a lister tests, at most: so many rows times the listers make a chunk."""
 
 
-# us per call on H200 (driver 580, NVRTC 13.0), 2026-11-30, four rotated inputs in a CUDA graph. The
-# sweep itself was not recorded; `python -m bench activation` times what was chosen from it:
-# lanes x threads at once 32x128, 32x256, 16x128; persistent 8x128, 8x256, 8x512, 16x256.
-#   groups    32     0.99  1.04  1.03  1.28  1.26  1.31  1.13
-#           2048     1.50  1.45  1.34  1.63  1.68  1.66  1.62
-#           4096     2.11  1.83  1.82  2.06  1.83  1.82  1.93
-#           8192     2.85  2.37  2.45  2.51  2.34  2.39  2.56
-#          12288     4.07  3.27  3.19  3.03  3.24  2.88  2.88
-#          98304        -     -     -  17.06 17.26 17.27 17.37
-#        1048576        -     -     -  169.1 167.9 166.2 167.3
+# From `python -m bench.sweep --quick` on an H200, 2026-11-30 (driver 580, NVRTC 13.0), of which
+# bench/results/h200/activation_sweep.json has every candidate at every size. By groups of 128, us
+# of the chosen one and of the fastest of the rest:
+#    32   0.95  0.94 (32x256)       8192   2.29   2.34 (8x256 walk 4)
+#   512   1.02  1.03 (16x128)      12288   2.75   2.88 (8x128, 12 CTAs an SM)
+#  1536   1.17  1.20 (16x256)      16384   3.27   3.23 (8x256 walk 4)
+#  3072   1.39  1.50 (8x64)        24576   5.31   5.47 (8x128)
+#  6144   1.97  2.13 (32x256)      98304  16.51  16.72 (8x64)
+#                                1048576 156.23 156.12 (8x128)
 UNFILTERED = (
-    Strategy(1024, lanes=32, threads=128),
+    Strategy(1000, lanes=32, threads=128),
     Strategy(5000, lanes=16, threads=128),
-    Strategy(10_000, lanes=8, threads=256, ctas_per_sm=4),
-    Strategy(40_000, lanes=8, threads=512, ctas_per_sm=2),
-    Strategy(150_000, lanes=8, threads=128, ctas_per_sm=8),
-    Strategy(2**63, lanes=8, threads=512, ctas_per_sm=2),
+    Strategy(7100, lanes=8, threads=128, ctas_per_sm=12),
+    Strategy(14_000, lanes=8, threads=512, deal=WALK, ctas_per_sm=2),
+    Strategy(160_000, lanes=16, threads=256),
+    Strategy(1_100_000, lanes=8, threads=128, ctas_per_sm=12),
+    Strategy(2**63, lanes=8, threads=512, deal=WALK, ctas_per_sm=2),
 )
-# The same with an expert_map that keeps 1/8 of the rows.
-#   groups    96     1.32  1.36  1.35  1.73  1.72  1.80  1.73
-#           6144     2.22  1.76  1.71  2.06  2.15  2.19  2.15
-#          12288     4.20  2.70  2.21  2.42  2.44  2.46  2.56
-#          24576     8.11  4.33  4.22  3.05  3.01  2.72  3.06
-#          98304        -     -     -  5.22  5.07  4.95  5.74
+# The same with an expert_map that keeps 1/8 of the rows:
+#     96  1.02  1.04 (16x128 eager)              24576   1.90   1.90 (16x512 walk 1, 512 list 2)
+#   1536  1.24  1.22 (16x128 eager)              49152   2.37   2.43 (8x512 walk 2, 512 list 1)
+#   6144  1.49  1.51 (16x256 walk 1)             98304   3.00   3.15 (8x512 walk 2, 512 list 4)
+#  12288  1.67  1.76 (16x256 walk 1, 128 list 2) 1048512 24.83 25.04 (8x1024 walk 1, 1024 list 6)
 FILTERED = (
-    Strategy(1024, lanes=32, threads=128),
-    Strategy(14_000, lanes=16, threads=128),
-    Strategy(2**63, lanes=8, threads=512, ctas_per_sm=2),
+    Strategy(4300, lanes=32, threads=128, deal=EAGER),
+    Strategy(17_000, lanes=16, threads=256, deal=WALK, listers=256),
+    Strategy(35_000, lanes=8, threads=256, deal=WALK, ctas_per_sm=2, scan=4),
+    Strategy(140_000, lanes=8, threads=256, deal=WALK, ctas_per_sm=4, listers=256),
+    Strategy(2**63, lanes=8, threads=512, deal=WALK, ctas_per_sm=2, listers=512, scan=4),
 )
 
 
@@ -82,13 +93,26 @@ class Problem(NamedTuple):
     aligned: bool
     """Whether every row of gate_up starts at a multiple of 16 bytes, and q at one of 8."""
     step: int = BOTH
+    num_experts: int = 0
+    """Length of the expert_map; 0 where it is unknown, or there is none."""
+
+
+class Walk(NamedTuple):
+    """How CTAs walk rows: arguments of the kernel."""
+
+    chunk_rows: int = 1
+    """Rows that are taken at a time."""
+    squad_ctas: int = 1
+    """CTAs that take a chunk together, where rows are filtered."""
+    squad_reciprocal: int = 1 << 32
+    """2^32 / squad_ctas, rounded up: the kernel divides by multiplying."""
 
 
 class Plan(NamedTuple):
-    """One launch, and the rows that a persistent CTA takes at a time."""
+    """One launch, and the arguments that go with its grid."""
 
     step: Step
-    chunk_rows: int
+    walk: Walk
 
 
 def clamp_kind(limit: float | None) -> int:
@@ -105,12 +129,29 @@ def group_count(p: Problem) -> int:
     return p.rows * (ceil_to(groups, 4) if p.packed else groups)
 
 
+def held_experts(p: Problem) -> int:
+    """Length of a map that a warp can hold; 0 where it stays in memory."""
+    return p.num_experts if p.has_map and p.num_experts <= MAX_HELD_EXPERTS else 0
+
+
 @lru_cache(4096)
 def plan(problem: Problem, device: DeviceInfo) -> Plan:
     """The kernel and its grid."""
-    p = problem
-    table = UNFILTERED if p.ids is None else FILTERED
-    chosen = next(s for s in table if group_count(p) <= s.max_groups)
+    return plan_with(strategy(problem), problem, device)
+
+
+def strategy(problem: Problem) -> Strategy:
+    """The first one of its table that takes so many groups."""
+    groups = group_count(problem)
+    table = UNFILTERED if problem.ids is None else FILTERED
+    return next(s for s in table if groups <= s.max_groups)
+
+
+def plan_with(strategy: Strategy, problem: Problem, device: DeviceInfo) -> Plan:
+    """The kernel and its grid by this strategy, whatever the size."""
+    s, p = strategy, problem
+    filtered = p.ids is not None
+    listed = filtered and s.deal == WALK
     kernel = kernel_spec(
         "silu_and_mul_quant_fp8",
         device.arch,
@@ -121,18 +162,39 @@ def plan(problem: Problem, device: DeviceInfo) -> Plan:
         SCALED=p.step != QUANTIZE and p.scaled,
         IDS=ID_TYPE[p.ids],
         MAP=p.has_map,
+        HELD_EXPERTS=held_experts(p),
         ALIGNED=p.aligned,
-        LANES=chosen.lanes,
-        THREADS=chosen.threads,
-        PERSISTENT=chosen.ctas_per_sm > 0,
-        CTAS_PER_SM=max(1, chosen.ctas_per_sm),
+        LANES=s.lanes,
+        THREADS=s.threads,
+        DEAL=s.deal if filtered or s.deal != EAGER else AT_ONCE,
+        LISTERS=s.listers if listed else 32,
+        SCAN=s.scan if listed else 1,
+        CTAS_PER_SM=s.ctas_per_sm,
         STEP=p.step,
     )
-    grid, chunk_rows = -(-group_count(p) * chosen.lanes // chosen.threads), 1
-    if chosen.ctas_per_sm:
-        grid, chunk_rows = persistent_grid(p.rows, device.num_sms * chosen.ctas_per_sm)
-    launch = LaunchSpec(grid, chosen.threads, overlap=has_dependent_launch(device.arch))
-    return Plan(Step(kernel, "silu_and_mul_quant_fp8", launch, ABI), chunk_rows)
+    grid, walk = -(-group_count(p) * s.lanes // s.threads), Walk()
+    if listed:
+        grid, walk = squads(p.rows, s.listers * s.scan, device.num_sms * s.ctas_per_sm)
+    elif s.deal == WALK:
+        grid, chunk_rows = persistent_grid(p.rows, device.num_sms * s.ctas_per_sm)
+        walk = Walk(chunk_rows)
+    launch = LaunchSpec(grid, s.threads, overlap=has_dependent_launch(device.arch))
+    return Plan(Step(kernel, "silu_and_mul_quant_fp8", launch, ABI), walk)
+
+
+def squads(rows: int, capacity: int, resident: int) -> tuple[int, Walk]:
+    """CTAs in squads of one size, a squad for each chunk of at most ``capacity`` rows.
+
+    Where there are more chunks than CTAs, each CTA is a squad and takes as many as the others.
+    """
+    least = max(1, -(-rows // capacity))
+    if least > resident:
+        chunks = ceil_to(least, resident)
+    else:
+        chunks = next(n for n in range(least, resident + 1) if resident % n == 0)
+    members = max(1, resident // chunks)
+    walk = Walk(max(1, -(-rows // chunks)), members, -(-(1 << 32) // members))
+    return (resident if rows else 0), walk
 
 
 def persistent_grid(rows: int, resident: int) -> tuple[int, int]:

@@ -19,20 +19,19 @@ DEVICE u32 min_nan_bf16x2(u32 a, u32 b) {
     return r;
 }
 
-DEVICE u32 max_nan_bf16x2(u32 a, u32 b) {
+// The number of the smaller magnitude, with the sign of a, for a positive b.
+DEVICE u32 clamp_nan_bf16x2(u32 a, u32 b) {
     u32 r;
-    asm("max.NaN.bf16x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b));
+    asm("min.NaN.xorsign.abs.bf16x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b));
     return r;
 }
 
-// The number wins over NaN.
-DEVICE u32 max_bf16x2(u32 a, u32 b) {
+// The larger magnitude, with any sign. A number wins over NaN.
+DEVICE u32 max_abs_bf16x2(u32 a, u32 b) {
     u32 r;
-    asm("max.bf16x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b));
+    asm("max.xorsign.abs.bf16x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b));
     return r;
 }
-
-DEVICE u32 abs_bf16x2(u32 a) { return a & 0x7FFF7FFFu; }
 
 DEVICE u32 fma_bf16x2(u32 a, u32 b, u32 c) {
     u32 r;
@@ -40,11 +39,16 @@ DEVICE u32 fma_bf16x2(u32 a, u32 b, u32 c) {
     return r;
 }
 
-// The largest magnitude among PAIRS pairs; NaN is dropped.
+// The largest magnitude among PAIRS pairs, a power of two; NaN is dropped.
 template <int PAIRS>
 DEVICE float amax_bf16x2(const u32 (&v)[PAIRS]) {
-    u32 amax = abs_bf16x2(v[0]);
+    u32 amax[PAIRS];
 #pragma unroll
-    for (int i = 1; i < PAIRS; i++) amax = max_bf16x2(amax, abs_bf16x2(v[i]));
-    return fmaxf(low_f32(amax), high_f32(amax));
+    for (int i = 0; i < PAIRS; i++) amax[i] = v[i];
+#pragma unroll
+    for (int half = PAIRS / 2; half; half /= 2) {
+#pragma unroll
+        for (int i = 0; i < half; i++) amax[i] = max_abs_bf16x2(amax[i], amax[i + half]);
+    }
+    return fmaxf(fabsf(low_f32(amax[0])), fabsf(high_f32(amax[0])));
 }

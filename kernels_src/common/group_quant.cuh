@@ -31,13 +31,14 @@ struct Lane {
 };
 
 // The largest of the lanes' values, at least 1e-10. fmaxf drops NaN, as the contract wants: a NaN
-// element marks itself, not its group.
+// element marks itself, not its group. `mask`: the lanes that call this together. All of a warp is
+// cheapest: a mask that is no constant costs a dozen instructions, among them a slow match.
 template <int LANES>
-DEVICE float group_amax(float lane_amax) {
+DEVICE float group_amax(float lane_amax, u32 mask = Lane<LANES>::mask()) {
     float amax = fmaxf(lane_amax, 1e-10f);
 #pragma unroll
     for (int lanes = LANES / 2; lanes; lanes /= 2)
-        amax = fmaxf(amax, __shfl_xor_sync(Lane<LANES>::mask(), amax, lanes));
+        amax = fmaxf(amax, __shfl_xor_sync(mask, amax, lanes));
     return amax;
 }
 

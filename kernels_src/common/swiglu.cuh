@@ -40,6 +40,13 @@ DEVICE void swiglu_slow(const u32 (&gate)[PAIRS], const u32 (&up)[PAIRS], Swiglu
     }
 }
 
+// The same for one pair, out of the way of code that hardly ever needs it.
+__device__ __noinline__ u32 swiglu_pair(u32 gate, u32 up) {
+    const Swiglu plain{0.0f, 1.0f, 0.0f};
+    return round_bf16x2(swiglu<NO_CLAMP>(low_f32(gate), low_f32(up), plain),
+                        swiglu<NO_CLAMP>(high_f32(gate), high_f32(up), plain));
+}
+
 // g / (1 + exp(-g)) by approximations good to about 2^-20. For each of the bf16 numbers below
 // FAST_LIMIT the bf16 result is that of expf and a true division: tested one by one, on sm_90.
 DEVICE float silu_moderate(float g) {
@@ -71,16 +78,18 @@ DEVICE void swiglu_lane(u32 (&gate)[PAIRS], u32 (&up)[PAIRS], Swiglu p, u32 (&y)
     } else {
         if constexpr (CLAMPED == BF16_CLAMP) {
             const u16 bound = f32_to_bf16(p.limit);
-            const u32 high = bf16x2(bound, bound), low = high ^ 0x80008000u;
+            const u32 limit = bf16x2(bound, bound);
 #pragma unroll
             for (int i = 0; i < PAIRS; i++) {
-                gate[i] = min_nan_bf16x2(gate[i], high);
-                up[i] = max_nan_bf16x2(min_nan_bf16x2(up[i], high), low);
+                gate[i] = min_nan_bf16x2(gate[i], limit);
+                up[i] = clamp_nan_bf16x2(up[i], limit);
             }
         }
-        if (amax_bf16x2(gate) < FAST_LIMIT)
+        if (amax_bf16x2(gate) < FAST_LIMIT) {
             swiglu_fast(gate, up, y);
-        else
-            swiglu_slow<NO_CLAMP>(gate, up, Swiglu{0.0f, 1.0f, 0.0f}, y);
+        } else {
+#pragma unroll
+            for (int i = 0; i < PAIRS; i++) y[i] = swiglu_pair(gate[i], up[i]);
+        }
     }
 }

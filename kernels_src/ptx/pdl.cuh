@@ -11,6 +11,16 @@ DEVICE void wait_for_predecessor() {
 #endif
 }
 
+// The same, once these are computed, of which one is not 0: the compiler would put arithmetic that
+// takes no memory behind the wait.
+template <class... Known>
+DEVICE void wait_for_predecessor_with(Known... known) {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("{.reg .pred p; setp.eq.u64 p, %0, 0; @p exit;}" ::"l"((u64(known) | ...)));
+#endif
+    wait_for_predecessor();
+}
+
 // Lets the successor be scheduled; it waits for this kernel's end by itself.
 DEVICE void release_successor() {
 #if __CUDA_ARCH__ >= 900

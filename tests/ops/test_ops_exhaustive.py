@@ -13,6 +13,7 @@ import pytest
 
 import cumoe
 from cumoe import _settings, reference
+from cumoe.ops import _op
 from cumoe.plan import silu_and_mul_quant_fp8 as planning
 from tests.helpers.backends import BF16, CupyBackend
 from tests.helpers.compare import assert_bitwise_equal
@@ -132,12 +133,16 @@ def only(strategy: planning.Strategy) -> Iterator[None]:
     whatever = (strategy._replace(max_groups=2**63),)
     try:
         with patch.multiple(planning, UNFILTERED=whatever, FILTERED=whatever):
-            planning.plan.cache_clear()
-            activation._checked.cache_clear()
+            forget_calls()
             yield
     finally:
-        planning.plan.cache_clear()
-        activation._checked.cache_clear()
+        forget_calls()
+
+
+def forget_calls() -> None:
+    planning.plan.cache_clear()
+    activation._checked.cache_clear()
+    _op._thread.forget()
 
 
 @pytest.mark.parametrize("rows", [1, 7, 300, 3000])
