@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache, partial
+from math import prod
 from operator import attrgetter
 from typing import Any, NamedTuple
 
@@ -50,8 +51,9 @@ def _torch_maker(ordinal: int, output: Output) -> Callable[[], Any]:
 
     shape, dtype, rows = output
     options = {"dtype": _torch_dtype(dtype), "device": torch.device("cuda", ordinal)}
-    if not rows:
-        return partial(torch.empty, shape, **options)
+    if not rows:  # empty_strided takes 3.5 us on the host, empty 5.6
+        strides = tuple(prod(shape[i + 1 :]) for i in range(len(shape)))
+        return partial(torch.empty_strided, shape, strides, **options)
     padded = partial(torch.empty_strided, (rows, shape[1]), (1, rows), **options)
     return padded if rows == shape[0] else lambda: padded()[: shape[0]]
 
