@@ -18,7 +18,11 @@ from cumoe.store.source import kernels_root
 PACKAGE = Path(__file__).resolve().parent.parent / "cumoe"
 LAUNCHER = ("launch/driver.py", "launch/module.py", "launch/run.py")
 COMPOSED = "fused_experts_fp8"
-"""The op without a kernel of its own: a plan and a sequence of launches."""
+"""The op without a kernel of its own: plans and sequences of launches."""
+CHAINS = (
+    "plan/fused_experts_fp8.py", "plan/experts_decode.py", "plan/slot_table.py",
+    "plan/workspace.py", "ops/fused_experts_fp8.py",
+)  # fmt: skip
 
 
 def kernel_stems() -> list[str]:
@@ -34,7 +38,7 @@ def kernels_digest() -> dict[str, str]:
         stem: _digest(source_digest(stem), _code(PACKAGE / "plan" / f"{stem}.py"), *shared)
         for stem in kernel_stems()
     }
-    composed = [_code(PACKAGE / room / f"{COMPOSED}.py") for room in ("plan", "ops")]
+    composed = [_code(PACKAGE / name) for name in CHAINS]
     digests[COMPOSED] = _digest(*composed, *digests.values())
     return digests
 

@@ -13,7 +13,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 TOOLS = ("memcheck", "racecheck", "synccheck")
 
@@ -87,7 +87,50 @@ def workload() -> None:
             bf16(M, K), w1, w2, put(rng.random((M, topk), np.float32)),
             ids(M, topk, E, np.int32), w1_scale=scale1, w2_scale=scale2,
         )  # fmt: skip
+    for case in EXPERTS_OF_FEW_TOKENS:
+        M, topk, E, K, N = case.M, case.topk, case.E, case.K, case.N
+        local = E // 2 if case.mapped else E
+        w1, w2 = (
+            put(rng.integers(0, 0x78, s, np.uint8)) for s in ((local, 2 * N, K), (local, K, N))
+        )
+        scale1, scale2 = (
+            put(rng.random((local, rows // 128, columns // 128), np.float32))
+            for rows, columns in ((2 * N, K), (K, N))
+        )
+        table = np.where(np.arange(E) % 2, np.arange(E) // 2, -1).astype(np.int32)
+        cumoe.fused_experts_fp8(
+            bf16(M, K + case.gap)[:, case.gap :], w1, w2, put(rng.random((M, topk), np.float32)),
+            ids(M, topk, E, np.int64 if case.mapped else np.int32), w1_scale=scale1,
+            w2_scale=scale2, expert_map=put(table) if case.mapped else None,
+            swiglu_limit=7.0 if case.mapped else None, scale_format=case.scale_format,
+        )  # fmt: skip
     cupy.cuda.runtime.deviceSynchronize()
+
+
+class FewTokens(NamedTuple):
+    """A call of the experts on few tokens."""
+
+    M: int
+    topk: int
+    E: int
+    K: int
+    N: int
+    mapped: bool = False
+    gap: int = 0
+    """Elements by which rows of x are not aligned."""
+    scale_format: str = "fp32"
+
+
+EXPERTS_OF_FEW_TOKENS = (
+    FewTokens(1, 2, 4, 128, 128),  # the products quantize; the table of one warp; one 128-block
+    FewTokens(8, 4, 8, 1152, 256, mapped=True),  # that of 32 slots; a ragged stage
+    FewTokens(8, 6, 16, 2304, 640, scale_format="ue8m0"),  # of the CTA; stages are used again
+    FewTokens(5, 4, 8, 256, 128, gap=1),  # x is quantized before
+    FewTokens(8, 8, 2, 256, 2048),  # y is; steps of a row of w2; a few chunks an expert
+    FewTokens(13, 4, 16, 1152, 384, mapped=True),  # x and y are
+    FewTokens(30, 4, 16, 1152, 256),  # two column tiles
+    FewTokens(16, 8, 16, 2304, 512, mapped=True, scale_format="ue8m0"),
+)
 
 
 if __name__ == "__main__":

@@ -18,11 +18,12 @@ from cumoe.arrays.view import Device, Facts
 from cumoe.errors import ArgumentError, DTypeError
 from cumoe.ops import _inputs
 from cumoe.ops.moe_align_block_size import require_topk_ids
-from cumoe.plan.fused_experts_fp8 import ALIGNMENT, Problem
+from cumoe.plan.fused_experts_fp8 import Problem
 from cumoe.plan.moe_align_block_size import padded_bound
 from cumoe.plan.moe_gemm_fp8 import BLOCKS_M
 from cumoe.plan.scales import GROUP_SIZE
 from cumoe.plan.silu_and_mul_quant_fp8 import clamp_kind
+from cumoe.plan.workspace import ALIGNMENT
 
 ARRAYS = (
     "x", "w1", "w2", "topk_weights", "topk_ids", "w1_scale", "w2_scale", "expert_map",
@@ -141,6 +142,7 @@ def checked(*facts_starts_scalars: Any) -> Checked:
         weight_on_input=plain.weight_on_input,
         x_aligned=_inputs.is_aligned(start["x"], x_row_stride, 2, 16),
         out_aligned=_inputs.is_aligned(start["out"], out_row_stride, 2, 16),
+        down_contiguous=given["w2"].strides[1] == N,
     )
     return Checked(problem, where, x_row_stride, out_row_stride, given, plain)
 

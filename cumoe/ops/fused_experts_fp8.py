@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 from cumoe import reference
 from cumoe.arrays.view import ITEM_BYTES
@@ -14,6 +14,7 @@ from cumoe.launch.run import At, Launch
 from cumoe.ops._experts_inputs import ARRAYS, Checked, checked, scalars
 from cumoe.ops._op import Call, Op
 from cumoe.ops.moe_align_block_size import align_launches
+from cumoe.plan import experts_decode
 from cumoe.plan import fused_experts_fp8 as planning
 from cumoe.plan.device import DeviceInfo
 from cumoe.plan.scales import GROUP_SIZE
@@ -49,9 +50,12 @@ def fused_experts_fp8(
         d     = bf16(sum over n-blocks of qs * w2_scale * (q . w2))       one row per slot
         out   = bf16(routed_scaling_factor * sum over j, ascending, of topk_weights[:, j] * d_j)
 
-    Deterministic: the same inputs give the same bytes, and a token's bytes do not depend on the
-    other tokens of the call. Nothing synchronizes with the host, so a call can be captured in a
-    CUDA graph once its kernels are loaded (run it once before). For inference: no gradient.
+    Deterministic: the same inputs give the same bytes. A token's bytes do not depend on the other
+    tokens of the call, only on whether there are few (about 8 slots for each of num_experts): those
+    are computed by kernels that add up in another order than those for more (docs/numerics.md).
+
+    Nothing synchronizes with the host, so a call can be captured in a CUDA graph once its kernels
+    are loaded (run it once before). For inference: no gradient.
 
     Args:
         x: [M, K] bf16, rows may lie apart. Not written, unless it is also `out`.
@@ -119,55 +123,113 @@ def _require_room(size: int, needed: int) -> None:
         )
 
 
-def _launches(p: planning.Problem, plan: planning.Plan, c: Checked, first: int) -> list[Launch]:
+class _Arguments(NamedTuple):
+    """What the launches of both chains take of a call, from its token ``first`` on."""
+
+    x: tuple[float | At, ...]
+    """And its row stride."""
+    ids: At
+    weights: At
+    expert_map: int | At
+    out: tuple[float | At, ...]
+    """And its row stride."""
+    activation: tuple[float, float, float]
+
+
+def _arguments(p: planning.Problem, c: Checked, first: int) -> _Arguments:
+    s = c.scalars
+    return _Arguments(
+        (At("x", first * c.x_row_stride * 2), c.x_row_stride),
+        At("topk_ids", first * p.topk * ITEM_BYTES[p.ids]),
+        At("topk_weights", first * p.topk * ITEM_BYTES[p.weight]),
+        At("expert_map") if p.has_map else 0,
+        (At("out", first * c.out_row_stride * 2), c.out_row_stride),
+        (s.limit or 0.0, s.alpha, s.beta),
+    )
+
+
+def _weight(c: Checked, name: str, strides: int) -> tuple[float | At, ...]:
+    """A weight with its first strides, and its scale with all."""
+    scale = f"{name}_scale"
+    return At(name), *c.given[name].strides[:strides], At(scale), *c.given[scale].strides
+
+
+def _launches(
+    p: planning.Problem, plan: planning.Plan | experts_decode.Plan, c: Checked, first: int
+) -> list[Launch]:
     """The launches for tokens first ... first + p.M, in order."""
-    s, num_slots = c.scalars, p.M * p.topk
+    if isinstance(plan, experts_decode.Plan):
+        return _launches_of_few(p, plan, c, _arguments(p, c, first))
+    return _launches_of_many(p, plan, c, _arguments(p, c, first))
+
+
+def _launches_of_few(
+    p: planning.Problem, plan: experts_decode.Plan, c: Checked, given: _Arguments
+) -> list[Launch]:
+    at = {name: At("workspace", offset) for name, offset in plan.workspace._asdict().items()}
+    slots, size = p.M * p.topk, (p.M * p.topk, p.num_experts, p.num_local_experts)
+    launches = [
+        Launch(
+            plan.gate_up,
+            (*given.x, at["a"], at["a_scale"], given.ids, given.expert_map, *_weight(c, "w1", 2),
+             at["y"], *size, *given.activation),
+        ),
+        Launch(
+            plan.down.step,
+            (at["y"], at["q"], at["q_scale"], given.ids, given.weights, given.expert_map,
+             *_weight(c, "w2", 1), *given.out, *size, plan.down.passes, c.scalars.factor),
+        ),
+    ]  # fmt: skip
+    if plan.quantize_y is not None:
+        codes = at["q"], at["q_scale"], p.N // GROUP_SIZE, 1, slots, slots
+        launches.insert(1, Launch(plan.quantize_y, (at["y"], p.N, 0, *codes)))
+    if plan.quantize_x is not None:
+        codes = at["a"], at["a_scale"], p.K // GROUP_SIZE, 1, p.M, p.M
+        launches.insert(0, Launch(plan.quantize_x, (*given.x, given.weights, *codes)))
+    return launches
+
+
+def _launches_of_many(
+    p: planning.Problem, plan: planning.Plan, c: Checked, given: _Arguments
+) -> list[Launch]:
+    num_slots, (ids, expert_map) = p.M * p.topk, (given.ids, given.expert_map)
     at = {name: At("workspace", offset) for name, offset in plan.workspace._asdict().items()}
     slots, q, q_scale = at["slots"], at["q"], at["q_scale"]
     tiles = at["sorted_token_ids"], at["expert_ids"], at["num_tokens_post_padded"]
-    ids = At("topk_ids", first * p.topk * ITEM_BYTES[p.ids])
-    weights = At("topk_weights", first * p.topk * ITEM_BYTES[p.weight])
-    expert_map = At("expert_map") if p.has_map else 0
-
-    def weight(name: str) -> tuple[float | At, ...]:
-        strides, scale = c.given[name].strides, f"{name}_scale"
-        return At(name), *strides[:2], At(scale), *c.given[scale].strides
-
     return [
         Launch(
             plan.quantize,
-            (At("x", first * c.x_row_stride * 2), c.x_row_stride, weights, at["a"], at["a_scale"],
-             p.K // GROUP_SIZE, 1, p.M, p.M),
+            (*given.x, given.weights, at["a"], at["a_scale"], p.K // GROUP_SIZE, 1, p.M, p.M),
         ),
         *align_launches(
             plan.align, plan.align_problem, ids, expert_map, at["counts"], at["bases"], *tiles
         ),
         Launch(
             plan.gemm1,
-            (at["a"], at["a_scale"], *weight("w1"), *tiles, slots, num_slots),
+            (at["a"], at["a_scale"], *_weight(c, "w1", 2), *tiles, slots, num_slots),
         ),
         Launch(
             plan.activate.step,
             (slots, 2 * p.N, ids, expert_map, 0, q, q_scale, p.N // GROUP_SIZE, 1,
              num_slots, num_slots, p.num_experts, p.num_local_experts, *plan.activate.walk,
-             s.limit or 0.0, s.alpha, s.beta),
+             *given.activation),
         ),
-        Launch(plan.gemm2, (q, q_scale, *weight("w2"), *tiles, slots, num_slots)),
+        Launch(plan.gemm2, (q, q_scale, *_weight(c, "w2", 2), *tiles, slots, num_slots)),
         Launch(
             plan.combine,
-            (slots, weights, ids, expert_map, At("out", first * c.out_row_stride * 2),
-             c.out_row_stride, p.M, p.num_experts, p.num_local_experts, s.factor),
+            (slots, given.weights, ids, expert_map, *given.out, p.M, p.num_experts,
+             p.num_local_experts, c.scalars.factor),
         ),
     ]  # fmt: skip
 
 
 def _parts(
     problem: planning.Problem, info: DeviceInfo, max_workspace_bytes: int | None
-) -> list[tuple[int, planning.Problem, planning.Plan]]:
+) -> list[tuple[int, planning.Problem, planning.Plan | experts_decode.Plan]]:
     """First token, problem and plan of each part of a call; one part where memory allows it."""
     tokens = planning.tokens_per_call(problem, info, max_workspace_bytes)
     starts = range(0, max(1, problem.M), max(1, tokens))
-    problems = [problem._replace(M=min(tokens, problem.M - first)) for first in starts]
+    problems = [planning.part(problem, min(tokens, problem.M - first)) for first in starts]
     return [(first, p, planning.plan(p, info)) for first, p in zip(starts, problems, strict=True)]
 
 

@@ -25,6 +25,8 @@ _SMEM_OPTIN_BYTES = {
     "sm_120a": 101_376,
     "sm_121a": 101_376,
 }
+_MANY_TOKENS = 1 << 20
+"""Of a call that runs in parts: too many for the kernels of small calls, as some weights are."""
 _BOOL = (False, True)
 _IDS = ("int32", "int64")
 _FLOATS = ("fp32", "bf16", "fp16")
@@ -123,7 +125,9 @@ def _distinct(steps: Iterable[Step]) -> tuple[Step, ...]:
 def _over_tokens(problems: Iterable[fused.Problem], device: DeviceInfo) -> Iterator[Step]:
     for problem in problems:
         for tokens in fused.representative_token_counts(problem):
-            yield from steps_in(fused.plan(problem._replace(M=tokens), device))
+            some = problem._replace(M=tokens)
+            yield from steps_in(fused.plan(some, device))
+            yield from steps_in(fused.plan(some._replace(whole_M=_MANY_TOKENS), device))
 
 
 def _fused_problems(layer: Layer, *, everything: bool) -> Iterator[fused.Problem]:

@@ -1,4 +1,4 @@
-"""Plan of fused_experts_fp8: eight launches and one workspace.
+"""Plan of fused_experts_fp8: for few tokens `experts_decode`, else eight launches.
 
 quantize x; sort slots (3); GEMM1; activate and quantize; GEMM2; combine.
 """
@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 from cumoe.errors import ArgumentError
 from cumoe.plan import (
+    experts_decode,
     moe_align_block_size,
     moe_gemm_fp8,
     moe_sum,
@@ -17,11 +18,9 @@ from cumoe.plan import (
     silu_and_mul_quant_fp8,
 )
 from cumoe.plan.device import DeviceInfo
-from cumoe.plan.scales import GROUP_SIZE, ceil_to
-from cumoe.plan.spec import KernelSpec, Step
-
-ALIGNMENT = 256
-"""Of every region of the workspace, in bytes: what cudaMalloc gives."""
+from cumoe.plan.scales import GROUP_SIZE
+from cumoe.plan.spec import Step
+from cumoe.plan.workspace import offsets
 
 
 class Problem(NamedTuple):
@@ -43,6 +42,11 @@ class Problem(NamedTuple):
     weight_on_input: bool
     x_aligned: bool
     out_aligned: bool
+    down_contiguous: bool = True
+    """Whether [K, N] of each expert in w2 is."""
+    whole_M: int | None = None
+    """Tokens of the call that this is a part of: they choose the chain, so that parts and the whole
+    give the same bytes. None where it is the whole."""
 
 
 class Workspace(NamedTuple):
@@ -81,15 +85,14 @@ class Plan(NamedTuple):
         experts = (self.gemm1, self.activate.step, self.gemm2, self.combine)
         return (self.quantize, *align, *experts)
 
-    @property
-    def kernels(self) -> tuple[KernelSpec, ...]:
-        """The kernel of each launch."""
-        return tuple(step.kernel for step in self.steps)
-
 
 @lru_cache(4096)
-def plan(problem: Problem, device: DeviceInfo) -> Plan:
-    """The whole call. ``M`` chooses the tile height and the grids, nothing else."""
+def plan(problem: Problem, device: DeviceInfo) -> Plan | experts_decode.Plan:
+    """The whole call. ``M`` chooses between the two chains, tiles and grids, nothing else."""
+    return experts_decode.plan(problem, device) or _plan_of_many(problem, device)
+
+
+def _plan_of_many(problem: Problem, device: DeviceInfo) -> Plan:
     p, arch = problem, device.arch
     num_slots = p.M * p.topk
     block_m = moe_gemm_fp8.choose_block_m(num_slots, p.num_experts)
@@ -155,6 +158,7 @@ def representative_token_counts(problem: Problem) -> tuple[int, ...]:
         *silu_and_mul_quant_fp8.representative_rows(problem.N),
     }
     tokens = {-(-count // problem.topk) for count in slots}
+    tokens |= experts_decode.representative_token_counts(problem)
     return tuple(sorted(tokens | {*per_token_group_quant_fp8.representative_rows(problem.K)}))
 
 
@@ -176,10 +180,12 @@ def workspace(p: Problem, align: moe_align_block_size.Plan) -> Workspace:
         S * p.N,
         S * (p.N // GROUP_SIZE) * 4,
     )
-    offsets = [0]
-    for size in sizes:
-        offsets.append(ceil_to(offsets[-1] + size, ALIGNMENT))
-    return Workspace(*offsets)
+    return Workspace(*offsets(sizes))
+
+
+def part(problem: Problem, tokens: int) -> Problem:
+    """Some of the tokens of a call."""
+    return problem._replace(M=tokens, whole_M=problem.M) if tokens < problem.M else problem
 
 
 @lru_cache(4096)
@@ -187,7 +193,7 @@ def tokens_per_call(problem: Problem, device: DeviceInfo, max_workspace_bytes: i
     """Most tokens, at most M, whose workspace fits into ``max_workspace_bytes``."""
 
     def needed(tokens: int) -> int:
-        return plan(problem._replace(M=tokens), device).workspace.total
+        return plan(part(problem, tokens), device).workspace.total
 
     if max_workspace_bytes is None or needed(problem.M) <= max_workspace_bytes:
         return problem.M

@@ -10,6 +10,9 @@ typedef long long i64;
 
 #define DEVICE __device__ __forceinline__
 
+// The address of shared memory in its own space.
+DEVICE u32 smem_address(const void* p) { return u32(__cvta_generic_to_shared(p)); }
+
 DEVICE constexpr int ceil_div(int a, int b) { return (a + b - 1) / b; }
 
 DEVICE float bf16_to_f32(u16 v) { return __uint_as_float(u32(v) << 16); }

@@ -30,18 +30,14 @@ def _code(parameter: str) -> str:
 
 
 def steps():
-    """One plan's steps of each kernel entry."""
+    """One plan's steps of each kernel entry: few tokens and many."""
     from cumoe.plan import fused_experts_fp8 as fused
 
     problem = fused.Problem(
-        8, 512, 256, 8, 8, 2, "int32", "fp32", False, "fp32", True, False, False, True, True
+        9, 512, 256, 8, 8, 2, "int32", "fp32", False, "fp32", True, False, False, True, True
     )
-    plan = fused.plan(problem, H200)
-    align = plan.align
-    return [
-        plan.quantize, align.count_slots, align.scan_counts, align.scatter_slots,
-        plan.gemm1, plan.activate.step, plan.gemm2, plan.combine,
-    ]  # fmt: skip
+    few, many = (fused.plan(problem._replace(M=m), H200).steps for m in (9, 4096))
+    return list({s.entry: s for s in (*few, *many)}.values())
 
 
 @pytest.mark.parametrize("step", steps(), ids=lambda s: s.entry)

@@ -216,7 +216,8 @@ def test_the_set_is_what_all_token_counts_reach(experts, topk, k, n, clamp):
     )  # fmt: skip
     counts = {1 << i for i in range(18)} | set(range(1, 40, 3))
     counts |= {c + near for c in fused.representative_token_counts(problem) for near in (-1, 0, 1)}
-    plans = (fused.plan(problem._replace(M=m), H200) for m in counts if m > 0)
+    calls = [problem._replace(M=m, whole_M=w) for m in counts if m > 0 for w in (None, 1 << 20)]
+    plans = (fused.plan(call, H200) for call in calls)
     assert {s.kernel for p in plans for s in steps_in(p)} == set(layer_specs(H200, **layer))
 
 

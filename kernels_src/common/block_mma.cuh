@@ -1,0 +1,57 @@
+// Products of 16-row tiles of weights with 8-column tiles of tokens over 128-blocks of K, on e4m3 rows
+// in shared memory.
+//
+// A dot product does not care in which order k is walked, so the k of a fragment are permuted: lane l
+// reads bytes 16 (l % 4) ... + 15 of each half (64 bytes) of a block, of rows l / 4 and l / 4 + 8 and of
+// column l / 4. Codes become f16, which holds each of their values, so products are exact and their
+// sum is fp32. Rows that lie an odd number of 64 bytes apart keep the lanes of a load in different banks.
+#pragma once
+#include "ptx/mma.cuh"
+
+constexpr int BLOCK_K = 128;
+constexpr int ROW_PADDING = 64;
+
+DEVICE int lane_id() { return threadIdx.x % 32; }
+DEVICE int lane_row() { return lane_id() / 4; }
+DEVICE int lane_byte() { return lane_id() % 4 * 16; }
+
+DEVICE uint4 load_codes(const u8* p) { return *reinterpret_cast<const uint4*>(p); }
+
+// The f16 values of 16 codes.
+struct F16x16 {
+    u32 v[8];
+
+    DEVICE F16x16() {}
+    DEVICE explicit F16x16(uint4 codes) {
+        f16x2_of_e4m3(codes.x, v[0], v[1]);
+        f16x2_of_e4m3(codes.y, v[2], v[3]);
+        f16x2_of_e4m3(codes.z, v[4], v[5]);
+        f16x2_of_e4m3(codes.w, v[6], v[7]);
+    }
+};
+
+// part[m][n] += products over one block. low(m) is the lane's address in row lane_row() of row tile m,
+// high(m) in row lane_row() + 8; b(n, half) are its codes of column tile n. Only the first `n_tiles`
+// column tiles are wanted.
+template <int M_TILES, int N_TILES, class LOW, class HIGH, class B>
+DEVICE void multiply_block(float (&part)[M_TILES][N_TILES][4], LOW low, HIGH high, B b, int n_tiles) {
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+        F16x16 columns[N_TILES];
+#pragma unroll
+        for (int n = 0; n < N_TILES; n++)
+            if (N_TILES == 1 || n < n_tiles) columns[n] = F16x16(b(n, half));
+#pragma unroll
+        for (int m = 0; m < M_TILES; m++) {
+            const F16x16 upper(load_codes(low(m) + half * 64)), lower(load_codes(high(m) + half * 64));
+#pragma unroll
+            for (int j = 0; j < 8; j += 2) {
+                const u32 rows[4] = {upper.v[j], lower.v[j], upper.v[j + 1], lower.v[j + 1]};
+#pragma unroll
+                for (int n = 0; n < N_TILES; n++)
+                    if (N_TILES == 1 || n < n_tiles)
+                        mma_m16n8k16_f16(part[m][n], rows, columns[n].v[j], columns[n].v[j + 1]);
+            }
+        }
+    }
+}

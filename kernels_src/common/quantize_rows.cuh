@@ -1,0 +1,47 @@
+// Group quantization of a few bf16 rows into shared memory, by the threads of a CTA from FIRST_THREAD on.
+#pragma once
+#include "common/group_quant.cuh"
+#include "common/vec.cuh"
+
+// Row i of [rows, GROUPS * 128]: codes at codes + i * CODE_STRIDE, scales at scales + i * GROUPS.
+// `from(i)` is its address. Rows start at multiples of 16 bytes.
+template <int FIRST_THREAD, int THREADS, int GROUPS, int CODE_STRIDE, bool UE8M0, class FROM>
+DEVICE void quantize_rows(int rows, FROM from, u8* codes, float* scales) {
+    constexpr int LANES = 8;
+    typedef Lane<LANES> L;
+    constexpr int TEAMS = (THREADS - FIRST_THREAD) / LANES, BATCH = 4;  // so many loads are in flight at once
+    for (int first = (threadIdx.x - FIRST_THREAD) / LANES; first < rows * GROUPS; first += BATCH * TEAMS) {
+        u32 v[BATCH][L::RUNS][L::RUN / 2];
+#pragma unroll
+        for (int b = 0; b < BATCH; b++) {
+            const int i = first + b * TEAMS;
+            if (i >= rows * GROUPS) break;
+            const u16* row = from(i / GROUPS) + i % GROUPS * GROUP;
+#pragma unroll
+            for (int r = 0; r < L::RUNS; r++) load_bf16x2<true>(row, L::column(r), v[b][r]);
+        }
+#pragma unroll
+        for (int b = 0; b < BATCH; b++) {
+            const int i = first + b * TEAMS;
+            if (i >= rows * GROUPS) break;
+            float amax = 0.0f;
+#pragma unroll
+            for (int r = 0; r < L::RUNS; r++) amax = fmaxf(amax, amax_bf16x2(v[b][r]));
+            const float s = group_scale<UE8M0, true>(group_amax<LANES>(amax));
+            const Divider<UE8M0, true> divide(s);
+            u8* to = codes + i / GROUPS * CODE_STRIDE + i % GROUPS * GROUP;
+#pragma unroll
+            for (int r = 0; r < L::RUNS; r++) {
+                u32 q[L::RUN / 4];
+#pragma unroll
+                for (int j = 0; j < L::RUN / 4; j++) {
+                    const u32 low = v[b][r][2 * j], high = v[b][r][2 * j + 1];
+                    q[j] = e4m3x4(divide(low_f32(low)), divide(high_f32(low)), divide(low_f32(high)),
+                                  divide(high_f32(high)));
+                }
+                store_codes<true>(to + L::column(r), q);
+            }
+            if (L::index() == 0) scales[i] = s;
+        }
+    }
+}

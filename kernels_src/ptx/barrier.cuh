@@ -1,0 +1,9 @@
+// A named barrier among some warps of a CTA; 0 is that of __syncthreads.
+#pragma once
+#include "common/types.cuh"
+
+template <int ID, int THREADS>
+DEVICE void barrier_sync() {
+    static_assert(ID > 0 && ID < 16 && THREADS % 32 == 0, "one of 15 barriers, whole warps");
+    asm volatile("bar.sync %0, %1;" ::"n"(ID), "n"(THREADS) : "memory");
+}
