@@ -66,7 +66,7 @@ def scalars(
         number(swiglu_beta, "swiglu_beta") + 0.0,  # -0 would be another key and another kernel
         None if num_experts is None else whole_number(num_experts, "num_experts"),
         _inputs.truth(apply_router_weight_on_input, "apply_router_weight_on_input"),
-        number(routed_scaling_factor, "routed_scaling_factor"),
+        number(routed_scaling_factor, "routed_scaling_factor") + 0.0,
         None
         if max_workspace_bytes is None
         else whole_number(max_workspace_bytes, "max_workspace_bytes"),

@@ -110,7 +110,8 @@ def _tiles(p: Problem) -> Iterator[Tiles]:
     stage_blocks = next(n for n in range(MAX_STAGE_BLOCKS, 0, -1) if blocks % n == 0)
     row_tiles = -(-p.K // (ROWS * H200.num_sms))
     passes = [n for n in range(row_tiles, 0, -1) if row_tiles % n == 0]
-    for pass_tiles, warps, stages in product(passes, (16, 8), (4, 3, 2)):
+    many = (16, 8) if p.n_tiles == 1 else (12, 8)  # two column tiles take more than 128 registers
+    for pass_tiles, warps, stages in product(passes, many, (4, 3, 2)):
         if warps * stages * _stage_bytes(stage_blocks) <= RING_BYTES:
             yield Tiles(warps, stages, stage_blocks, pass_tiles)
 

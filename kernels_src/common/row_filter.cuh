@@ -43,12 +43,15 @@ struct RowFilter {
 
     // After the first ids were asked for: these are on their way meanwhile.
     DEVICE void read_map() {
-        i32 entries[WORDS + 1];
+        if constexpr (HELD > 0) {
+            i32 entries[WORDS];
 #pragma unroll
-        for (int i = 0; i < WORDS; i++)
-            entries[i] = 32 * i + threadIdx.x % 32 < HELD ? lanes_entry[32 * i] : -1;
+            for (int i = 0; i < WORDS; i++)
+                entries[i] = 32 * i + threadIdx.x % 32 < HELD ? lanes_entry[32 * i] : -1;
 #pragma unroll
-        for (int i = 0; i < WORDS; i++) set_bit_if_below(local, 1u << i, u32(entries[i]), bound);
+            for (int i = 0; i < WORDS; i++)
+                set_bit_if_below(local, 1u << i, u32(entries[i]), bound);
+        }
     }
 
     DEVICE const Id* address(u32 row) const { return static_cast<const Id*>(topk_ids) + row; }

@@ -87,6 +87,8 @@ DEVICE void swiglu_lane(u32 (&gate)[PAIRS], u32 (&up)[PAIRS], Swiglu p, u32 (&y)
         }
         if (amax_bf16x2(gate) < FAST_LIMIT) {
             swiglu_fast(gate, up, y);
+        } else if constexpr (PAIRS == 1) {
+            swiglu_slow<NO_CLAMP>(gate, up, Swiglu{0.0f, 1.0f, 0.0f}, y);  // as short as a call
         } else {
 #pragma unroll
             for (int i = 0; i < PAIRS; i++) y[i] = swiglu_pair(gate[i], up[i]);

@@ -4,7 +4,9 @@
 #include "common/types.cuh"
 
 // Waits until the predecessor has completed and its writes are visible. Every thread of every CTA
-// calls it before it touches memory, and before it exits: completion is passed on by nothing else.
+// calls it before it reads what the predecessor may have written, or writes what that may read, and
+// before it exits: completion is passed on by nothing else. A kernel that reads the caller's arrays
+// before it has a predecessor that was launched without the attribute, or behind such a one.
 DEVICE void wait_for_predecessor() {
 #if __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.wait;" ::: "memory");

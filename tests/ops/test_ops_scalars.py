@@ -97,6 +97,12 @@ def test_minus_zero_is_zero():
     assert codes == [0, 0]
 
 
+@pytest.mark.parametrize("factors", [(0.0, -0.0), (-0.0, 0.0)])
+def test_a_factor_of_minus_zero_is_zero(factors):
+    outputs = [experts(routed_scaling_factor=factor).view(np.uint16) for factor in factors]
+    assert (outputs[0] == outputs[1]).all()
+
+
 def test_no_experts_are_refused():
     with pytest.raises(ArgumentError, match="w1: want at least 1 and at most 4096 experts"):
         experts(

@@ -31,6 +31,32 @@ def test_a_layer_compiles_for(arch):
     assert len(cubins) > 10
 
 
+LAYERS = {
+    "glm_tp8": GLM_TP8,
+    "glm_tp4": GLM_TP8 | {"N": 512},
+    "flash_tp8": {"K": 4096, "N": 256, "num_experts": 288, "topk": 8, "clamp": True},
+    "qwen_tp1": {"K": 2048, "N": 512, "num_experts": 256, "topk": 8, "ids": "int64"},
+    "deepseek_ep8": {
+        "K": 4096, "N": 2048, "num_experts": 256, "num_local_experts": 32, "topk": 6,
+        "scale_format": "ue8m0",
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_the_compiler_has_nothing_to_say(name, monkeypatch, tmp_path, caplog):
+    """A spill, or a comparison that is always true, is a warning in its log."""
+    from cumoe import _settings
+
+    monkeypatch.setenv("CUMOE_CACHE_DIR", str(tmp_path))
+    _settings.settings.cache_clear()
+    store.forget()
+    with caplog.at_level("WARNING", logger="cumoe"):
+        build(layer_specs(H200, **LAYERS[name]))
+    _settings.settings.cache_clear()
+    assert [record.getMessage() for record in caplog.records] == []
+
+
 def test_cold_compile_of_a_layer_takes_seconds(monkeypatch, tmp_path):
     from cumoe import _settings
 
