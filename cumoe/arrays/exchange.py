@@ -175,10 +175,15 @@ def _torch_facts(
         raise UnsupportedDeviceError(
             f"want a tensor on cpu or cuda, got one on {device}; move it with .to('cuda')"
         )
-    name = str(dtype).removeprefix("torch.")
     where = CPU if device.type == "cpu" else Device("cuda", device.index)
-    made = facts(tuple(shape), strides, _NAMES.get(name, name), where, "torch")
+    made = facts(tuple(shape), strides, torch_dtype_name(dtype), where, "torch")
     return made, device.type == "cpu" or not made.is_contiguous or dtype.is_complex
+
+
+def torch_dtype_name(dtype: Any) -> str:
+    """The name of a torch element type in `Facts`."""
+    name = str(dtype).removeprefix("torch.")
+    return _NAMES.get(name, name)
 
 
 def torch_facts(tensors: Iterable[Any]) -> tuple[tuple[Any, ...], list[int]]:
