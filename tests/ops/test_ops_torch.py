@@ -265,6 +265,13 @@ def test_fake_results_of_the_experts(fake):
     assert described(overload(**as_fake(fake, given))) == described(overload(**given))
 
 
+def test_fake_results_are_where_x_is(fake):
+    with fake:
+        x = torch.empty(5, 640, dtype=torch.bfloat16, device="cuda:1")
+    for result in OPS.per_token_group_quant_fp8(x):
+        assert result.device == torch.device("cuda:1")
+
+
 def test_meta_tensors_need_no_memory():
     x = torch.empty(1 << 40, 7168, dtype=torch.bfloat16, device="meta")
     q, scale = OPS.per_token_group_quant_fp8(x, scale_layout="tma")
