@@ -16,7 +16,7 @@ from functools import lru_cache
 from struct import Struct
 from typing import Any, NamedTuple, Protocol
 
-from cumoe.arrays.view import CPU, ArrayView, Device, Facts, facts
+from cumoe.arrays.view import CPU, ArrayView, Device, Facts, facts, row_major
 from cumoe.errors import DTypeError, UnsupportedDeviceError
 
 MAX_VERSION = (1, 0)
@@ -273,7 +273,7 @@ def _facts(device: int, dtype: int, ndim: int, numbers: tuple[int, ...], writeab
     where = Device("cuda", ordinal) if kind in _CUDA else CPU
     name = _type_name(*Struct("@BBH").unpack(dtype.to_bytes(4, sys.byteorder)))
     shape, strides = numbers[:ndim], numbers[ndim:]
-    return facts(shape, strides or _row_major(shape), name, where, "dlpack", writeable)
+    return facts(shape, strides or row_major(shape), name, where, "dlpack", writeable)
 
 
 def _type_name(code: int, bits: int, lanes: int) -> str:
@@ -285,14 +285,6 @@ def _type_name(code: int, bits: int, lanes: int) -> str:
         return _NAMES.get(kind, kind)
     name = "bool" if _KINDS[code] == "bool" else f"{_KINDS[code]}{bits}"
     return _NAMES.get(name, name)
-
-
-def _row_major(shape: tuple[int, ...]) -> tuple[int, ...]:
-    strides, step = [], 1
-    for size in reversed(shape):
-        strides.append(step)
-        step *= size
-    return tuple(reversed(strides))
 
 
 def _name(array: Any) -> str:

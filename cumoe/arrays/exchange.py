@@ -168,8 +168,9 @@ def _torch_facts(
 ) -> tuple[Facts, bool]:
     """The facts, and whether to ask the tensor for its negative and conjugate bits.
 
-    Asking costs as much as a tenth of a view, so a contiguous real tensor on a GPU is not asked:
-    torch sets the bit of a real tensor only in ``conj().imag``, whose strides are even.
+    Asking costs as much as a tenth of a view, so a real tensor on a GPU whose strides are the
+    row-major ones is not asked: torch sets the bit of a real tensor only in ``conj().imag``, whose
+    strides are even, also those of dimensions of size 1. Without dimensions there are none to see.
     """
     if device.type not in ("cpu", "cuda"):
         raise UnsupportedDeviceError(
@@ -177,7 +178,8 @@ def _torch_facts(
         )
     where = CPU if device.type == "cpu" else Device("cuda", device.index)
     made = facts(tuple(shape), strides, torch_dtype_name(dtype), where, "torch")
-    return made, device.type == "cpu" or not made.is_contiguous or dtype.is_complex
+    is_plain = made.is_row_major and shape and not dtype.is_complex
+    return made, device.type == "cpu" or not is_plain
 
 
 def torch_dtype_name(dtype: Any) -> str:

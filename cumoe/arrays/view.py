@@ -35,6 +35,7 @@ class Facts:
         "extent",
         "framework",
         "is_contiguous",
+        "is_row_major",
         "shape",
         "strides",
         "writeable",
@@ -52,6 +53,8 @@ class Facts:
     """First byte and one past the last byte that the array covers, from its pointer."""
     is_contiguous: bool
     """Whether the elements lie without gaps in row-major order."""
+    is_row_major: bool
+    """Whether the strides are just those of that order, also where a size of 1 makes one idle."""
     writeable: bool
     """False for a read-only array of NumPy or DLPack, and JAX's; torch and CuPy have none."""
 
@@ -71,6 +74,7 @@ def facts(
     made.device, made.framework, made.writeable = device, framework, writeable
     made.extent = _extent(shape, strides, ITEM_BYTES.get(dtype, 1))
     made.is_contiguous = _is_contiguous(shape, strides)
+    made.is_row_major = strides == row_major(shape)
     return made
 
 
@@ -91,6 +95,15 @@ def _is_contiguous(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
             return False
         expected *= size
     return True
+
+
+def row_major(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Strides without gaps, the last dimension fastest."""
+    strides, step = [], 1
+    for size in reversed(shape):
+        strides.append(step)
+        step *= size
+    return tuple(reversed(strides))
 
 
 class ArrayView(NamedTuple):

@@ -200,10 +200,10 @@ class Ready:
         self._results = itemgetter(*(names.index(name) for name in results))
         self._made = [call.outputs.get(name) for name in results]
         self._is_lent = any(v.framework == "dlpack" for v in given.views)
-        self.strided = tuple(i for i, v in enumerate(given.views) if not v.facts.is_contiguous)
+        self.strided = tuple(i for i, v in enumerate(given.views) if not v.facts.is_row_major)
 
     def is_negated(self, tensors: list[Any]) -> bool:
-        """Whether a tensor that is not contiguous has its negative bit set: see `view`."""
+        """Whether a tensor has its negative bit set that may have it: see `view`."""
         return any(tensors[i].is_neg() for i in self.strided)
 
     def __call__(self, arrays: list[Any], addresses: list[int]) -> Any:

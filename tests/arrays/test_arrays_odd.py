@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from cumoe.arrays import exchange
 from cumoe.arrays.exchange import to_numpy, view
 from cumoe.errors import ArgumentError, CumoeError, DTypeError
 
@@ -72,6 +73,32 @@ def test_a_pending_negation_or_conjugation_is_refused(make):
         view(make(), "x")
     resolved = make().resolve_neg().resolve_conj()
     assert view(resolved, "x").ptr == resolved.data_ptr()
+
+
+@pytest.mark.parametrize(
+    ("strides", "dtype", "is_asked"),
+    [
+        ((3, 1), torch.float32, False),
+        ((6, 2), torch.float32, True),
+        ((3, 1), torch.complex64, True),
+    ],
+)
+def test_a_tensor_on_a_gpu_is_asked_where_it_may_be_negated(strides, dtype, is_asked):
+    cuda = torch.device("cuda", 0)
+    assert exchange._torch_facts(torch.Size((2, 3)), strides, dtype, cuda)[1] is is_asked
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (1,), (1, 1, 1), ()])
+def test_a_part_of_one_complex_number_on_a_gpu_is_asked(shape):
+    """It is contiguous, though each of its strides is 2."""
+    imag = torch.zeros(shape, dtype=torch.complex64).conj().imag
+    assert imag.is_neg()
+    assert imag.is_contiguous()
+    made, is_asked = exchange._torch_facts(
+        imag.shape, imag.stride(), imag.dtype, torch.device("cuda", 0)
+    )
+    assert made.is_contiguous
+    assert is_asked
 
 
 def test_an_empty_tensor_has_no_memory_and_is_welcome():

@@ -110,6 +110,18 @@ def quantized(*shape: int) -> dict[str, torch.Tensor]:
     }
 
 
+def experts(x: Any, topk: int = 2) -> dict[str, Any]:
+    """A call on [M, 256] tokens and eight experts."""
+    slots = x.shape[0], topk
+    return {
+        "x": x, "w1": tensor(8, 256, 256, dtype=E4M3),
+        "w2": tensor(8, 256, 128, dtype=E4M3), "topk_weights": tensor(*slots, dtype=torch.float32),
+        "topk_ids": tensor(*slots, dtype=torch.int32),
+        "w1_scale": tensor(8, 2, 2, dtype=torch.float32),
+        "w2_scale": tensor(8, 2, 1, dtype=torch.float32),
+    }  # fmt: skip
+
+
 @pytest.fixture
 def warm(gpu, monkeypatch):
     """The quantizer has run on [4, 256]; from here on a view of an array is an error."""
@@ -141,20 +153,15 @@ def test_a_call_like_one_before_runs_with_its_own_addresses(warm, monkeypatch):
 
 def test_each_op_runs_at_once(gpu, monkeypatch):
     ids, table = tensor(4, 2, dtype=torch.int32), tensor(8, dtype=torch.int32)
-    experts = {
-        "x": tensor(4, 256), "w1": tensor(8, 256, 256, dtype=E4M3),
-        "w2": tensor(8, 256, 128, dtype=E4M3), "topk_weights": tensor(4, 2, dtype=torch.float32),
-        "topk_ids": ids, "w1_scale": tensor(8, 2, 2, dtype=torch.float32),
-        "w2_scale": tensor(8, 2, 1, dtype=torch.float32),
-    }  # fmt: skip
+    layer = experts(tensor(4, 256))
     calls = [
         lambda: cumoe.per_token_group_quant_fp8(tensor(4, 256)),
         lambda: cumoe.silu_and_mul_quant_fp8(
             tensor(8, 512), topk_ids=ids.view(-1), expert_map=table
         ),
         lambda: cumoe.moe_align_block_size(ids, 16, 8, table),
-        lambda: cumoe.fused_experts_fp8(**experts),
-        lambda: cumoe.fused_experts_fp8(**experts, max_workspace_bytes=1 << 14),
+        lambda: cumoe.fused_experts_fp8(**layer),
+        lambda: cumoe.fused_experts_fp8(**layer, max_workspace_bytes=1 << 14),
     ]
     first = [[len(gpu.launches), call(), len(gpu.launches)] for call in calls]
     firsts = [[entry for entry, *_ in gpu.launches[a:b]] for a, _, b in first]
@@ -283,6 +290,16 @@ def test_a_negative_bit_is_refused(gpu):
         cumoe.per_token_group_quant_fp8(rows[:, :256])
         with pytest.raises(DTypeError, match=r"^x: want the values in memory"):
             cumoe.per_token_group_quant_fp8(torch._neg_view(rows)[:, :256])
+
+
+def test_a_negative_bit_of_one_number_is_refused(gpu):
+    """The weight of one token's one expert: contiguous, with strides of 2."""
+    numbers = torch.zeros(1, 1, dtype=torch.complex64)
+    call = experts(tensor(1, 256), topk=1)
+    for _ in range(2):
+        cumoe.fused_experts_fp8(**call | {"topk_weights": numbers.imag})
+        with pytest.raises(DTypeError, match=r"^topk_weights: want the values in memory"):
+            cumoe.fused_experts_fp8(**call | {"topk_weights": numbers.conj().imag})
 
 
 @pytest.mark.parametrize("transform", [torch.vmap, torch.func.functionalize])
