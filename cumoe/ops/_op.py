@@ -13,7 +13,8 @@ from typing import Any, NamedTuple
 from cumoe.arrays.check import Apart, apart, require_apart
 from cumoe.arrays.exchange import host_result, is_torch, to_numpy, torch_facts, view
 from cumoe.arrays.view import LINE, ArrayView
-from cumoe.launch import device, memory
+from cumoe.errors import ArgumentError
+from cumoe.launch import device, driver, lending, memory
 from cumoe.launch.memory import Output
 from cumoe.launch.run import Launch, Prepared
 from cumoe.ops._outputs import delivered
@@ -182,8 +183,9 @@ class Ready:
     """A call that its thread can run at once, with other addresses."""
 
     __slots__ = (
-        "_address", "_current_device", "_device", "_is_lent", "_made", "_makers", "_names",
-        "_pairs", "_prepared", "_results", "_stream", "strided",
+        "_address", "_beside_torch", "_current_device", "_device", "_is_lent", "_is_pooled",
+        "_made", "_makers", "_names", "_pairs", "_prepared", "_results", "_scratch", "_stream",
+        "strided",
     )  # fmt: skip
 
     def __init__(self, call: Call, given: Given, results: tuple[str, ...]) -> None:
@@ -199,7 +201,11 @@ class Ready:
         self._prepared = Prepared(call.launches, names, self._device, stream)
         self._results = itemgetter(*(names.index(name) for name in results))
         self._made = [call.outputs.get(name) for name in results]
-        self._is_lent = any(v.framework == "dlpack" for v in given.views)
+        self._is_pooled = bool(call.outputs) and like.framework != "torch"
+        self._scratch = [names.index(name) for name in call.outputs if name not in results]
+        lent = [n for n, v in zip(names, given.views, strict=False) if v.framework == "dlpack"]
+        self._is_lent = bool(lent)
+        self._beside_torch = lent[0] if lent and like.framework == "torch" else None
         self.strided = tuple(i for i, v in enumerate(given.views) if not v.facts.is_row_major)
 
     def is_negated(self, tensors: list[Any]) -> bool:
@@ -215,19 +221,47 @@ class Ready:
         return self._launch(arrays, addresses)
 
     def _launch(self, arrays: list[Any], addresses: list[int]) -> Any:
+        stream = self._stream(self._device)
+        if self._beside_torch is not None:
+            _require_same_stream(self._beside_torch, stream, self._device)
+        if self._is_pooled and lending.is_capturing(stream):
+            with driver.relaxed_capture():  # CuPy's pool may ask CUDA for more
+                self._make(arrays, addresses)
+            _of_graphs.extend([arrays[i] for i in self._scratch])
+        else:
+            self._make(arrays, addresses)
+        self._prepared(stream, addresses)
+        results = self._results(arrays)
+        return self._delivered(arrays[0], results) if self._is_lent else results
+
+    def _make(self, arrays: list[Any], addresses: list[int]) -> None:
         for make in self._makers:
             made = make()
             arrays.append(made)
             addresses.append(self._address(made))
-        self._prepared(self._stream(self._device), addresses)
-        results = self._results(arrays)
-        return self._delivered(arrays[0], results) if self._is_lent else results
 
     def _delivered(self, like: Any, results: Any) -> Any:
         if len(self._made) == 1:
             return delivered(results, like, self._made[0])
         return tuple(
             [delivered(r, like, made) for r, made in zip(results, self._made, strict=True)]
+        )
+
+
+_of_graphs: list[Any] = []
+"""What captured calls made for themselves, and each replay of their graphs writes. torch keeps a
+pool for each graph; CuPy would hand the memory out again, and knows of no graph's end."""
+
+
+def _require_same_stream(name: str, stream: int, ordinal: int) -> None:
+    """Refuses what was lent on CuPy's stream to kernels that run on torch's."""
+    lent = memory.ways("cupy").current_stream(ordinal)
+    legacy = lending.LEGACY_STREAM
+    if (lent or legacy) != (stream or legacy):
+        raise ArgumentError(
+            f"{name}: want an array lent by DLPack on torch's current stream, {stream:#x}, as the "
+            f"first array is torch's, got CuPy's current stream, {lent:#x}; call inside of "
+            f"`with cupy.cuda.Stream.from_external(torch.cuda.current_stream()):`"
         )
 
 

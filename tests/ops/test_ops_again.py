@@ -38,7 +38,11 @@ class Gpu:
         self.launches: list[tuple[str, int, list[int]]] = []
         """Entry, stream, and every argument that is no float."""
         self.entries: list[str] = []
-        self.answer = self.current = self.stream = 0
+        self.answer = self.current = self.stream = self.cupy_stream = 0
+        self.capturing: set[int] = set()
+        """Streams."""
+        self.modes = [0]
+        """Of capture, as the thread has exchanged them: 0 is global, 2 relaxed."""
 
     def load(self, kernel: Any) -> Any:
         def get_function(entry: str) -> Any:
@@ -54,6 +58,15 @@ class Gpu:
         self.launches.append((entry, config._obj.stream or 0, words))
         return self.answer
 
+    def cuStreamIsCapturing(self, stream, status) -> int:
+        status._obj.value = stream.value in self.capturing
+        return 0
+
+    def cuThreadExchangeStreamCaptureMode(self, mode) -> int:
+        self.modes.append(mode._obj.value)
+        mode._obj.value = self.modes[-2]
+        return 0
+
     def cuGetErrorName(self, code, name) -> None:
         name._obj.value = b"CUDA_ERROR_LAUNCH_FAILED"
 
@@ -67,19 +80,25 @@ def gpu(monkeypatch):
     runtime = SimpleNamespace(
         getDevice=lambda: gpu.current, setDevice=lambda n: setattr(gpu, "current", n)
     )
-    ways = memory.Ways(lambda: gpu.current, lambda ordinal: gpu.stream, torch.Tensor.data_ptr)
+    streams = {"cupy": lambda ordinal: gpu.cupy_stream}
+
+    def ways(framework: str) -> memory.Ways:
+        stream = streams.get(framework, lambda ordinal: gpu.stream)
+        return memory.Ways(lambda: gpu.current, stream, torch.Tensor.data_ptr)
+
     monkeypatch.setattr(exchange, "CPU", Device("cuda", 0))
     monkeypatch.setattr(
         device, "cupy", lambda: SimpleNamespace(cuda=SimpleNamespace(runtime=runtime))
     )
     monkeypatch.setattr(device, "info", lambda ordinal: H200)
-    monkeypatch.setattr(memory, "ways", lambda framework: ways)
+    monkeypatch.setattr(memory, "ways", ways)
     monkeypatch.setattr(memory, "maker", lambda framework, where, output: lambda: made(output))
     monkeypatch.setattr(store, "get", lambda kernel: kernel)
     monkeypatch.setattr(module, "_load_module", gpu.load)
     monkeypatch.setattr(module, "_functions", {})
     monkeypatch.setattr(module, "_modules", {})
     monkeypatch.setattr(driver, "library", lambda: gpu)
+    monkeypatch.setattr(_op, "_of_graphs", [])
     forget()
     yield gpu
     forget()
@@ -369,32 +388,36 @@ def test_what_is_kept_is_bounded(gpu, monkeypatch):
     assert sum(map(len, _op._thread.alike.values())) <= 4
 
 
-def test_the_two_halves_of_the_activation_share_a_scratch(gpu, monkeypatch):
-    monkeypatch.setattr(silu, "settings", lambda: SimpleNamespace(fused_act_quant=False))
-    silu._checked.cache_clear()
-    try:
-        for _ in range(2):
-            x = tensor(4, 512)
-            q, scale = cumoe.silu_and_mul_quant_fp8(x)
-            (_, _, one), (_, _, two) = gpu.launches[-2:]
-            assert one[:7] == two[:7]
-            assert (one[0], one[5:7]) == (x.data_ptr(), [q.data_ptr(), scale.data_ptr()])
-            assert one[4] not in (0, one[0], *one[5:7])
-    finally:
-        silu._checked.cache_clear()
+@pytest.mark.usefixtures("unfused")
+def test_the_two_halves_of_the_activation_share_a_scratch(gpu):
+    for _ in range(2):
+        x = tensor(4, 512)
+        q, scale = cumoe.silu_and_mul_quant_fp8(x)
+        (_, _, one), (_, _, two) = gpu.launches[-2:]
+        assert one[:7] == two[:7]
+        assert (one[0], one[5:7]) == (x.data_ptr(), [q.data_ptr(), scale.data_ptr()])
+        assert one[4] not in (0, one[0], *one[5:7])
 
 
-def test_lent_arrays_run_at_once_with_their_own_addresses(gpu, monkeypatch):
-    class Lent(Wrapped):
-        def __dlpack__(self, *, stream, max_version):
-            assert stream == 77
-            return self.array.__dlpack__(max_version=max_version)
+class Lent(Wrapped):
+    """A tensor of the host that passes for memory on a GPU."""
 
+    def __dlpack__(self, *, stream, max_version):
+        assert stream == 77
+        return self.array.__dlpack__(max_version=max_version)
+
+
+@pytest.fixture
+def lending_gpu(gpu, monkeypatch):
     monkeypatch.setattr(dlpack, "gpu", FakeGpu(stream=77))
     monkeypatch.setattr(dlpack, "_CUDA", (1,))
     monkeypatch.setattr(dlpack, "_HOST", ())
     dlpack._facts.cache_clear()
+    yield gpu
+    dlpack._facts.cache_clear()
 
+
+def test_lent_arrays_run_at_once_with_their_own_addresses(lending_gpu, monkeypatch):
     def call(rows: int = 4) -> tuple[Any, ...]:
         x, (out, out_scale) = Lent(tensor(rows, 256)), map(Lent, quantized(rows, 256).values())
         results = cumoe.per_token_group_quant_fp8(x, out=out, out_scale=out_scale)
@@ -404,7 +427,94 @@ def test_lent_arrays_run_at_once_with_their_own_addresses(gpu, monkeypatch):
     call()
     monkeypatch.setattr(quant._op, "_check", None)
     x, out, out_scale = (a.array.data_ptr() for a in call())
-    assert gpu.launches[-1][2] == [x, 256, 0, out, out_scale, 2, 1, 4, 4]
+    assert lending_gpu.launches[-1][2] == [x, 256, 0, out, out_scale, 2, 1, 4, 4]
     with pytest.raises(TypeError):  # looked at anew
         call(rows=5)
-    dlpack._facts.cache_clear()
+
+
+def lent_calls() -> dict[str, tuple[Any, int]]:
+    """Calls whose results are CuPy's, and how many arrays each makes that its caller never sees."""
+    layer = {name: Lent(a) for name, a in experts(tensor(4, 256)).items()}
+    ids, out = layer["topk_ids"], Lent(tensor(4, 256))
+    workspace = Lent(tensor(1 << 20, dtype=torch.uint8))
+    return {
+        "experts": (lambda: cumoe.fused_experts_fp8(**layer, out=out), 1),
+        "sort": (lambda: cumoe.moe_align_block_size(ids, 16, 8), 1),
+        "two halves": (lambda: cumoe.silu_and_mul_quant_fp8(Lent(tensor(4, 512))), 1),
+        "quantizer": (lambda: cumoe.per_token_group_quant_fp8(layer["x"]), 0),
+        "workspace": (lambda: cumoe.fused_experts_fp8(**layer, workspace=workspace), 0),
+    }
+
+
+@pytest.fixture
+def unfused(monkeypatch):
+    monkeypatch.setattr(silu, "settings", lambda: SimpleNamespace(fused_act_quant=False))
+    silu._checked.cache_clear()
+    yield
+    silu._checked.cache_clear()
+
+
+def addresses_of(launches: list[tuple[str, int, list[int]]]) -> set[int]:
+    return {word for _, _, words in launches for word in words}
+
+
+@pytest.mark.usefixtures("unfused")
+@pytest.mark.parametrize("name", ["experts", "sort", "two halves", "quantizer", "workspace"])
+def test_what_a_captured_call_makes_for_itself_is_kept(lending_gpu, name):
+    """Each replay writes there, and CuPy's pool would give it to the next who asks."""
+    (call, count), gpu = lent_calls()[name], lending_gpu
+    gpu.stream = 77
+    call()
+    assert _op._of_graphs == []
+    gpu.capturing = {77}
+    for i in range(1, 3):
+        gpu.launches.clear()
+        results = call()
+        results = results if isinstance(results, tuple) else (results,)
+        assert len(_op._of_graphs) == i * count
+        kept = _op._of_graphs[-count:] if count else []
+        assert {a.data_ptr() for a in kept} <= addresses_of(gpu.launches)
+        assert not any(a is r for a in kept for r in results)
+    gpu.capturing = set()
+    call()
+    assert len(_op._of_graphs) == 2 * count
+
+
+def test_memory_is_made_in_relaxed_mode_while_capturing_and_only_then(lending_gpu, monkeypatch):
+    """In torch's mode the pool's cudaMalloc would end the capture."""
+    gpu, modes = lending_gpu, []
+    monkeypatch.setattr(
+        memory, "maker", lambda *a: lambda: modes.append(gpu.modes[-1]) or made(a[-1])
+    )
+    x = Lent(tensor(4, 256))
+    gpu.stream = 77
+    cumoe.per_token_group_quant_fp8(x)
+    gpu.capturing = {77}
+    cumoe.per_token_group_quant_fp8(x)
+    assert modes == [0, 0, driver.CAPTURE_MODE_RELAXED, driver.CAPTURE_MODE_RELAXED]
+    assert gpu.modes[-1] == 0
+
+
+def test_torch_keeps_the_memory_of_a_graph_itself(gpu):
+    layer = experts(tensor(4, 256))
+    gpu.stream, _ = 77, cumoe.fused_experts_fp8(**layer)
+    gpu.capturing = {77}
+    modes = len(gpu.modes)
+    cumoe.fused_experts_fp8(**layer)
+    assert (_op._of_graphs, len(gpu.modes)) == ([], modes)
+
+
+def test_what_is_lent_beside_torchs_arrays_is_lent_on_their_stream(lending_gpu):
+    """The kernels run on torch's stream, the export and the end of the loan are of CuPy's."""
+    gpu, x, outputs = lending_gpu, tensor(4, 256), quantized(4, 256)
+    outputs["out_scale"] = Lent(outputs["out_scale"])
+    for torchs, cupys in ((0, 0), (77, 77), (0, 1), (1, 0)):
+        gpu.stream, gpu.cupy_stream = torchs, cupys
+        cumoe.per_token_group_quant_fp8(x, **outputs)
+    gpu.launches.clear()
+    for gpu.stream, gpu.cupy_stream in ((0, 77), (77, 0), (77, 78)):
+        wanted = rf"^out_scale: .* torch's .*{gpu.stream:#x}, .* got CuPy's .*{gpu.cupy_stream:#x};"
+        with pytest.raises(ArgumentError, match=wanted + r" call inside of `with cupy\.cuda\.St"):
+            cumoe.per_token_group_quant_fp8(x, **outputs)
+    assert gpu.launches == []
+    cumoe.per_token_group_quant_fp8(Lent(x), out=outputs["out"])  # CuPy's stream is that of all
