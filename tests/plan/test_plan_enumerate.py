@@ -151,7 +151,7 @@ def experts_calls(d: st.DrawFn) -> tuple[Layer, dict]:
 
 
 @given(experts_calls())
-@settings(max_examples=75, deadline=None)
+@settings(max_examples=30, deadline=None)
 def test_no_call_of_the_layer_leaves_the_enumerated_kernels(gpu, layer_and_call):
     layer, call = layer_and_call
     launched = gpu.launched_by(cumoe.fused_experts_fp8, **call)
@@ -160,7 +160,7 @@ def test_no_call_of_the_layer_leaves_the_enumerated_kernels(gpu, layer_and_call)
 
 
 @given(experts_calls())
-@settings(max_examples=75, deadline=None)
+@settings(max_examples=30, deadline=None)
 def test_a_serving_engines_calls_stay_in_the_default_set(gpu, layer_and_call):
     layer, call = layer_and_call
     M, K = call["x"].shape
