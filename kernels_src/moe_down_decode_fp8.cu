@@ -181,7 +181,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) moe_down_decode_fp8(
     wait_for_predecessor();
     if constexpr (QUANTIZE) {
         const Chunk last = table.chunks[max(0, num_chunks - 1)];
-        quantize_rows<0, THREADS, N_BLOCKS, Q_STRIDE, UE8M0>(
+        quantize_rows<THREADS, N_BLOCKS, Q_STRIDE, UE8M0>(
             num_chunks ? last.first + last.count : 0, [&](int i) { return y + i64(i) * N; }, codes, scales);
         __syncthreads();
     }

@@ -172,7 +172,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) moe_gate_up_decode_fp8(
     }
     const bool few = slots <= FEW_SLOTS;
     const auto quantize = [&] {
-        quantize_rows<0, CONSUMERS, K_BLOCKS, X_STRIDE, UE8M0>(
+        quantize_rows<CONSUMERS, K_BLOCKS, X_STRIDE, UE8M0>(
             slots / TOPK, [&](int m) { return x + m * x_row_stride; }, codes, scales);
     };
     if (few) {

@@ -48,17 +48,6 @@ def load(steps: Iterable[Step], device: int) -> int:
     return len(cold)
 
 
-def require_loaded(steps: Iterable[Step], device: int, stream: int) -> None:
-    """Refuses to begin a sequence of launches that a capture could not record to its end.
-
-    Raises: KernelNotBuiltError if the stream is being captured and a kernel is not loaded yet.
-    """
-    if driver.is_capturing(stream):
-        for step in steps:
-            if step.launch.grid and (step.kernel, step.entry, device) not in _functions:
-                _refuse_in_capture(step, device, stream)
-
-
 def _refuse_in_capture(step: Step, device: int, stream: int) -> None:
     # Loading a module inside a capture would invalidate the caller's graph: refuse before that.
     if driver.is_capturing(stream):

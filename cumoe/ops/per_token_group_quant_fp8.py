@@ -9,11 +9,10 @@ from cumoe import reference
 from cumoe.arrays.check import require_dtype, require_multiple, require_same_device
 from cumoe.arrays.view import ITEM_BYTES, Facts
 from cumoe.launch import device
-from cumoe.launch.memory import Output
 from cumoe.launch.run import At, Launch
 from cumoe.ops import _inputs
 from cumoe.ops._op import Call, Op, Starts
-from cumoe.ops._outputs import scale_output
+from cumoe.ops._outputs import quantizer_outputs
 from cumoe.plan import per_token_group_quant_fp8 as planning
 from cumoe.plan.scales import GROUP_SIZE
 from cumoe.plan.scales import scale_layout as layout_of
@@ -95,12 +94,7 @@ def _checked(
     )
     layout = layout_of(M, K, plain.scale_layout, plain.scale_format)
     where = require_same_device(zip(ARRAYS, (x, out, out_scale), strict=True))
-    made = {"out": Output(x.shape, "e4m3"), "out_scale": scale_output(layout)}
-    if out is not None:
-        _inputs.require_output(out, "out", made.pop("out").shape, "e4m3")
-    if out_scale is not None:
-        del made["out_scale"]
-        _inputs.require_scale_output(out_scale, layout)
+    made = quantizer_outputs(x.shape, layout, out, out_scale)
     rows = layout.rows if out_scale is None else M  # a caller's padding may not exist
     if where.kind == "cpu":
         return Call(plain._asdict())

@@ -22,7 +22,7 @@ from cumoe.launch.run import At, Launch
 from cumoe.ops import _inputs
 from cumoe.ops._inputs import at
 from cumoe.ops._op import Call, Op, Starts
-from cumoe.ops._outputs import scale_output
+from cumoe.ops._outputs import quantizer_outputs
 from cumoe.plan import silu_and_mul_quant_fp8 as planning
 from cumoe.plan.scales import GROUP_SIZE
 from cumoe.plan.scales import scale_layout as layout_of
@@ -138,12 +138,7 @@ def _checked(
     experts = _inputs.id_space(plain.num_experts, expert_map, default=_inputs.UNBOUNDED)
     layout = layout_of(R, H, plain.scale_layout, plain.scale_format)
     where = require_same_device(zip(ARRAYS, (x, ids, expert_map, out, out_scale), strict=True))
-    made = {"out": Output((*x.shape[:-1], H), "e4m3"), "out_scale": scale_output(layout)}
-    if out is not None:
-        _inputs.require_output(out, "out", made.pop("out").shape, "e4m3")
-    if out_scale is not None:
-        del made["out_scale"]
-        _inputs.require_scale_output(out_scale, layout)
+    made = quantizer_outputs((*x.shape[:-1], H), layout, out, out_scale)
     if where.kind == "cpu":
         return Call(plain._asdict())
     problem = planning.Problem(

@@ -17,8 +17,7 @@ WARPS = 8
 of the sums, and with it a token's bytes, is the same for every plan."""
 PRODUCER_WARPS = 3
 RING_BYTES = 163_840
-"""Of weights and tokens in flight, at most. us of a whole call on H200 at E=256, topk=8, K=6144,
-N=256, M=1: 15.9 with three stages of 49 KiB, 16.8 with four (2026-11-30)."""
+"""Of weights and tokens in flight, at most. A larger ring was slower (docs/decisions/0003)."""
 TILE_BYTES = 32 * 4 * 4
 """A warp's sums of 16 rows by 8 columns."""
 ROW_PADDING = 64

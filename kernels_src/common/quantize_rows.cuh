@@ -1,16 +1,16 @@
-// Group quantization of a few bf16 rows into shared memory, by the threads of a CTA from FIRST_THREAD on.
+// Group quantization of a few bf16 rows into shared memory, by the first THREADS threads of a CTA.
 #pragma once
 #include "common/group_quant.cuh"
 #include "common/vec.cuh"
 
 // Row i of [rows, GROUPS * 128]: codes at codes + i * CODE_STRIDE, scales at scales + i * GROUPS.
 // `from(i)` is its address. Rows start at multiples of 16 bytes.
-template <int FIRST_THREAD, int THREADS, int GROUPS, int CODE_STRIDE, bool UE8M0, class FROM>
+template <int THREADS, int GROUPS, int CODE_STRIDE, bool UE8M0, class FROM>
 DEVICE void quantize_rows(int rows, FROM from, u8* codes, float* scales) {
     constexpr int LANES = 8;
     typedef Lane<LANES> L;
-    constexpr int TEAMS = (THREADS - FIRST_THREAD) / LANES, BATCH = 4;  // so many loads are in flight at once
-    for (int first = (threadIdx.x - FIRST_THREAD) / LANES; first < rows * GROUPS; first += BATCH * TEAMS) {
+    constexpr int TEAMS = THREADS / LANES, BATCH = 4;  // so many loads are in flight at once
+    for (int first = threadIdx.x / LANES; first < rows * GROUPS; first += BATCH * TEAMS) {
         u32 v[BATCH][L::RUNS][L::RUN / 2];
 #pragma unroll
         for (int b = 0; b < BATCH; b++) {

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import importlib
 import itertools
-from collections.abc import Iterator
-from contextlib import contextmanager
-from unittest.mock import patch
 
 import numpy as np
 import pytest
 
 import cumoe
+from bench.sweep import forced
 from cumoe import _settings, reference
-from cumoe.ops import _op
 from cumoe.plan import silu_and_mul_quant_fp8 as planning
 from tests.helpers.backends import BF16, CupyBackend
 from tests.helpers.compare import assert_bitwise_equal
@@ -119,30 +116,12 @@ def test_strategies_agree(rows, H, filtering, rng):
     for strategy in {*planning.UNFILTERED, *planning.FILTERED}:
         out = backend.put(np.full((rows, H), 0xAA, np.uint8))
         scale = backend.put(np.full((rows, H // 128), 123.0, np.float32))
-        with only(strategy):
+        with forced(strategy):
             cumoe.silu_and_mul_quant_fp8(backend.put(x), out=out, out_scale=scale, **options)
         results.append((backend.raw(out), backend.raw(scale)))
     for codes, scales in results[1:]:
         assert_bitwise_equal(codes, results[0][0])
         assert_bitwise_equal(scales, results[0][1])
-
-
-@contextmanager
-def only(strategy: planning.Strategy) -> Iterator[None]:
-    """The activation planned with one strategy, whatever its size."""
-    whatever = (strategy._replace(max_groups=2**63),)
-    try:
-        with patch.multiple(planning, UNFILTERED=whatever, FILTERED=whatever):
-            forget_calls()
-            yield
-    finally:
-        forget_calls()
-
-
-def forget_calls() -> None:
-    planning.plan.cache_clear()
-    activation._checked.cache_clear()
-    _op._thread.forget()
 
 
 @pytest.mark.parametrize("rows", [1, 7, 300, 3000])

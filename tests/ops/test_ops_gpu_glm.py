@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import cache
-from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -12,10 +11,11 @@ import torch
 
 import cumoe
 from cumoe.reference.exact import fused_experts_float64
-from tests.helpers import cases, oracles, tolerances
+from tests.helpers import cases, layers, oracles, tolerances
 from tests.helpers.backends import TorchBackend
-from tests.helpers.cases import ExpertsCase, ExpertWeights
+from tests.helpers.cases import ExpertsCase
 from tests.helpers.compare import assert_bitwise_equal, assert_rows_close, assert_total_close
+from tests.helpers.layers import Layer, Tokens, alone, random_layer
 from tests.helpers.workloads import assert_same_bytes, bytes_of, churn, raw_bytes
 
 pytestmark = pytest.mark.gpu
@@ -24,42 +24,6 @@ E, TOPK, K, N = 256, 8, 6144, 256
 """GLM-5.3, one rank of eight under tensor parallelism."""
 ROWS_LOOKED_AT = 8
 LIMIT = 10.0
-
-
-class Layer(NamedTuple):
-    """1.2 GB of random weights on the GPU."""
-
-    w1: torch.Tensor
-    w2: torch.Tensor
-    w1_scale: torch.Tensor
-    w2_scale: torch.Tensor
-
-
-def random_layer(device: str, num_experts: int, intermediate: int, hidden: int) -> Layer:
-    """Every e4m3 code but NaN, equally likely; a row times a unit normal vector is about 1."""
-    generator = torch.Generator(device).manual_seed(5)
-
-    def codes(*shape: int) -> torch.Tensor:
-        out = torch.randint(0, 256, shape, dtype=torch.uint8, device=device, generator=generator)
-        return out.masked_fill_((out & 0x7F) == 0x7F, 0x38).view(torch.float8_e4m3fn)
-
-    def scales(depth: int, *shape: int) -> torch.Tensor:
-        size = torch.rand(shape, device=device, generator=generator)
-        rms = np.sqrt(np.nanmean(oracles.E4M3_VALUES**2))
-        return torch.exp2(2 * size - 1) / (rms * depth**0.5)
-
-    return Layer(
-        codes(num_experts, 2 * intermediate, hidden),
-        codes(num_experts, hidden, intermediate),
-        scales(hidden, num_experts, 2 * intermediate // 128, hidden // 128),
-        scales(intermediate, num_experts, hidden // 128, intermediate // 128),
-    )
-
-
-class Tokens(NamedTuple):
-    x: np.ndarray
-    ids: np.ndarray
-    weights: np.ndarray
 
 
 @cache
@@ -75,16 +39,13 @@ def tokens(num_tokens: int, *, seed: int = 0, experts: int = E, hidden: int = K)
 
 @pytest.fixture(scope="module")
 def layer() -> Iterator[Layer]:
-    yield random_layer("cuda", E, N, K)
+    """1.2 GB of random weights on the GPU."""
+    yield random_layer(E, K, N, "cuda")
     torch.cuda.empty_cache()
 
 
 def run(layer: Layer, t: Tokens, device: str = "cuda", **options) -> torch.Tensor:
-    put = TorchBackend(device).put
-    return cumoe.fused_experts_fp8(
-        put(t.x), layer.w1, layer.w2, put(t.weights), put(t.ids),
-        w1_scale=layer.w1_scale, w2_scale=layer.w2_scale, swiglu_limit=LIMIT, **options,
-    )  # fmt: skip
+    return layers.run(layer, t, device, swiglu_limit=LIMIT, **options)
 
 
 def some_rows(layer: Layer, t: Tokens) -> tuple[np.ndarray, ExpertsCase]:
@@ -92,21 +53,7 @@ def some_rows(layer: Layer, t: Tokens) -> tuple[np.ndarray, ExpertsCase]:
     rows = np.unique(np.linspace(0, len(t.x) - 1, ROWS_LOOKED_AT).astype(int))
     if len(t.x) > 1:
         rows[1] = 1  # the token without an expert
-    ids = t.ids[rows]
-    needed = np.unique(ids[ids >= 0]).astype(np.int64)
-    raw, index = TorchBackend("cpu").raw, torch.from_numpy(needed)
-
-    def part(a: torch.Tensor) -> np.ndarray:
-        return raw(raw_bytes(a)[index.to(a.device)].cpu())
-
-    experts = ExpertWeights(
-        part(layer.w1).view(cases.E4M3),
-        part(layer.w2).view(cases.E4M3),
-        part(layer.w1_scale).view(np.float32),
-        part(layer.w2_scale).view(np.float32),
-    )
-    compact = np.where(ids >= 0, np.searchsorted(needed, ids), -1).astype(np.int32)
-    return rows, ExpertsCase(experts, t.x[rows], t.weights[rows], compact)
+    return rows, alone(layer, t.of(rows))
 
 
 def check_rows(layer: Layer, t: Tokens, got: np.ndarray) -> None:
