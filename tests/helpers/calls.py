@@ -109,3 +109,17 @@ RIGHT_ARGUMENTS: dict[str, Callable[[], Arguments]] = {
     },
 }
 """Arguments that each op takes, by its name: what a test of errors changes."""
+
+
+def random_arguments(op: str) -> Arguments:
+    """A call with random values in all its arrays."""
+    rng = np.random.default_rng(5)
+
+    def random(a: np.ndarray) -> np.ndarray:
+        if a.dtype == np.int32:
+            return rng.integers(-1, 8, a.shape, np.int32)
+        values = rng.standard_normal(a.shape, np.float32)
+        return np.abs(values) if a.dtype == np.float32 else values.astype(a.dtype)
+
+    right = RIGHT_ARGUMENTS[op]()
+    return {name: random(v) if isinstance(v, np.ndarray) else v for name, v in right.items()}

@@ -14,7 +14,7 @@ import cumoe
 from cumoe import ArgumentError, DTypeError
 from tests.helpers import cases, jax_arrays
 from tests.helpers.backends import BF16, E4M3, TorchBackend
-from tests.helpers.calls import RIGHT_ARGUMENTS, Arguments
+from tests.helpers.calls import RIGHT_ARGUMENTS, random_arguments
 from tests.helpers.compare import assert_bitwise_equal
 from tests.helpers.jax_arrays import jax
 from tests.helpers.lenders import OfTorch, Old, Wrapped
@@ -38,22 +38,8 @@ every_producer = pytest.mark.parametrize("producer", PRODUCERS)
 every_op = pytest.mark.parametrize("op", RIGHT_ARGUMENTS)
 
 
-def arguments(op: str) -> Arguments:
-    """A call with random values in all its arrays."""
-    rng = np.random.default_rng(5)
-
-    def random(a: np.ndarray) -> np.ndarray:
-        if a.dtype == np.int32:
-            return rng.integers(-1, 8, a.shape, np.int32)
-        values = rng.standard_normal(a.shape, np.float32)
-        return np.abs(values) if a.dtype == np.float32 else values.astype(a.dtype)
-
-    right = RIGHT_ARGUMENTS[op]()
-    return {name: random(v) if isinstance(v, np.ndarray) else v for name, v in right.items()}
-
-
 def call(op: str, put: Callable[[np.ndarray], Any], **more: Any) -> tuple[Any, ...]:
-    moved = {k: put(v) if isinstance(v, np.ndarray) else v for k, v in arguments(op).items()}
+    moved = {k: put(v) if isinstance(v, np.ndarray) else v for k, v in random_arguments(op).items()}
     results = getattr(cumoe, op)(**moved, **more)
     return results if isinstance(results, tuple) else (results,)
 
@@ -118,7 +104,7 @@ def test_frameworks_may_be_mixed():
 
 
 def test_in_place():
-    args = arguments("fused_experts_fp8")
+    args = random_arguments("fused_experts_fp8")
     want = cumoe.reference.fused_experts_fp8(**args)
     moved = {name: wrapped(Wrapped)(a) for name, a in args.items()}
     assert cumoe.fused_experts_fp8(**moved, out=moved["x"]) is moved["x"]
@@ -164,7 +150,7 @@ def test_an_immutable_output_is_refused(op, name):
 
 @every_op
 def test_a_traced_value_is_refused(op):
-    args = arguments(op)
+    args = random_arguments(op)
     name = next(iter(args))
 
     def traced(a):

@@ -13,7 +13,7 @@ import cumoe
 from cumoe.launch import lending
 from tests.helpers import cases, jax_arrays
 from tests.helpers.backends import CupyBackend, NumpyBackend, TorchBackend
-from tests.helpers.calls import RIGHT_ARGUMENTS, placed
+from tests.helpers.calls import RIGHT_ARGUMENTS, placed, random_arguments
 from tests.helpers.compare import assert_bitwise_equal
 from tests.helpers.jax_arrays import jax
 from tests.helpers.lenders import OfTorch, Old, Wrapped
@@ -60,19 +60,6 @@ every_lender = pytest.mark.parametrize("lender", LENDERS, ids=lambda b: b.name)
 def results_of(op: str, backend: NumpyBackend, arguments: dict[str, Any]) -> tuple[Any, ...]:
     results = getattr(cumoe, op)(**placed(backend, arguments))
     return results if isinstance(results, tuple) else (results,)
-
-
-def random_arguments(op: str) -> dict[str, Any]:
-    rng = np.random.default_rng(5)
-
-    def random(a: np.ndarray) -> np.ndarray:
-        if a.dtype == np.int32:
-            return rng.integers(-1, 8, a.shape, np.int32)
-        values = rng.standard_normal(a.shape, np.float32)
-        return np.abs(values) if a.dtype == np.float32 else values.astype(a.dtype)
-
-    right = RIGHT_ARGUMENTS[op]()
-    return {name: random(v) if isinstance(v, np.ndarray) else v for name, v in right.items()}
 
 
 @every_lender
