@@ -16,7 +16,9 @@ from cumoe.store.flags import nvrtc_flags
 from cumoe.store.source import kernels_root
 
 PACKAGE = Path(__file__).resolve().parent.parent / "cumoe"
-LAUNCHER = ("launch/driver.py", "launch/module.py", "launch/run.py")
+LAUNCHER = (
+    "launch/driver.py", "launch/module.py", "launch/run.py", "launch/tensor_map.py",
+)  # fmt: skip
 COMPOSED = "fused_experts_fp8"
 """The op without a kernel of its own: plans and sequences of launches."""
 CHAINS = (

@@ -107,7 +107,7 @@ PROGRAMMATIC_STREAM_SERIALIZATION = 6
 _OVERLAP = LaunchAttribute(PROGRAMMATIC_STREAM_SERIALIZATION, b"", 1, b"")
 
 
-Storage = ctypes.c_uint64 | ctypes.c_int64 | ctypes.c_float
+Storage = ctypes.c_uint64 | ctypes.c_int64 | ctypes.c_float | ctypes.Array[ctypes.c_ubyte]
 """Memory of one argument."""
 
 

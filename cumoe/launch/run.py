@@ -8,7 +8,9 @@ from typing import Any, NamedTuple
 
 from cumoe.launch import driver
 from cumoe.launch.module import function
+from cumoe.launch.tensor_map import Encoded
 from cumoe.plan.spec import Step
+from cumoe.plan.tensor_map import TensorMap
 
 _STORAGE: dict[str, Callable[[Any], driver.Storage]] = {"P": c_uint64, "q": c_int64, "f": c_float}
 """Of an argument, by its letter in the ABI."""
@@ -22,11 +24,14 @@ class At(NamedTuple):
     """In bytes."""
 
 
+Argument = float | At | TensorMap
+
+
 class Launch(NamedTuple):
     """A step and its arguments, in the order of its ABI."""
 
     step: Step
-    arguments: tuple[float | At, ...]
+    arguments: tuple[Argument, ...]
 
 
 class Prepared:
@@ -36,7 +41,7 @@ class Prepared:
     prepares its own.
     """
 
-    __slots__ = ("_addresses", "_derived", "_fire", "_launchers", "_steps", "_stream")
+    __slots__ = ("_addresses", "_derived", "_fire", "_launchers", "_maps", "_steps", "_stream")
 
     def __init__(
         self, launches: Sequence[Launch], arrays: Sequence[str], device: int, stream: int
@@ -51,6 +56,8 @@ class Prepared:
         slots = _slots(launches, arrays)
         self._derived = [(arrays.index(at.array), at.offset) for at in slots][len(arrays) :]
         self._addresses = (c_uint64 * len(slots))()
+        self._maps: list[tuple[Encoded, int]] = []
+        """And which of the addresses each one is of."""
         self._launchers = [
             driver.Launcher(f, step.launch, [self._place(a, kind, slots) for a, kind in arguments])
             for f, step, arguments in zip(
@@ -60,7 +67,11 @@ class Prepared:
         self._fire = [launcher.fire for launcher in self._launchers]
         self._stream = 0
 
-    def _place(self, argument: float | At, kind: str, slots: dict[At, int]) -> driver.Storage:
+    def _place(self, argument: Argument, kind: str, slots: dict[At, int]) -> driver.Storage:
+        if isinstance(argument, TensorMap):
+            encoded = Encoded(argument)
+            self._maps.append((encoded, slots[_address_of(argument)]))
+            return encoded.storage
         if isinstance(argument, At):
             return c_uint64.from_buffer(self._addresses, 8 * slots[argument])
         return _STORAGE[kind](argument)
@@ -72,6 +83,8 @@ class Prepared:
         self._addresses[:] = addresses  # type: ignore[assignment]
         if stream != self._stream:
             self._move_to(stream)
+        for encoded, slot in self._maps:
+            encoded.point_at(addresses[slot])
         for fire in self._fire:
             if code := fire():
                 self._refuse(fire, code)
@@ -86,12 +99,17 @@ class Prepared:
         driver.check(code, f"launch of {step.entry} of {step.kernel.text}")
 
 
-def _with_letters(launch: Launch) -> list[tuple[float | At, str]]:
+def _with_letters(launch: Launch) -> list[tuple[Argument, str]]:
     """Each argument with its letter."""
     return list(zip(launch.arguments, launch.step.abi, strict=True))
 
 
 def _slots(launches: Sequence[Launch], arrays: Sequence[str]) -> dict[At, int]:
     """Where each address is written: first those of the arrays, then others inside of them."""
-    inner = (a for launch in launches for a in launch.arguments if isinstance(a, At))
+    arguments = (a for launch in launches for a in launch.arguments)
+    inner = (_address_of(a) for a in arguments if isinstance(a, At | TensorMap))
     return {at: i for i, at in enumerate(dict.fromkeys([*map(At, arrays), *inner]))}
+
+
+def _address_of(argument: At | TensorMap) -> At:
+    return At(argument.array, argument.offset)

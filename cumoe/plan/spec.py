@@ -80,4 +80,5 @@ class Step(NamedTuple):
     """Name of the ``extern "C"`` function in the cubin."""
     launch: LaunchSpec
     abi: str
-    """The entry's parameters in order: P pointer, q 64-bit integer, f float (as in `struct`)."""
+    """The entry's parameters in order: P pointer, q 64-bit integer, f float (as in `struct`), T
+    `TensorMap`."""

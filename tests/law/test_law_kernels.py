@@ -26,7 +26,8 @@ def signature(source: str, entry: str) -> str:
 def _code(parameter: str) -> str:
     if "*" in parameter:
         return "P"
-    return {"i64": "q", "float": "f"}[parameter.split()[0]]
+    kind = parameter.removeprefix("const __grid_constant__ ").split()[0]
+    return {"i64": "q", "float": "f", "TensorMap": "T"}[kind]
 
 
 def steps():
