@@ -34,11 +34,13 @@ _FLOAT8 = (
 """Names of the type codes from 0, and from 7."""
 _NAMES = {"float16": "fp16", "float32": "fp32", "bfloat16": "bf16", "float8_e4m3fn": "e4m3"}
 
+_MEMORY: Any = (ctypes.c_char * sys.maxsize).from_address(0)
+"""All of the process: each byte at its address."""
 _TENSOR = "PqiIPPQ"
 """DLTensor: data, device, ndim, dtype, shape, strides, byte_offset."""
-_AT, _unpack = (ctypes.c_char * 48).from_address, Struct(f"@{_TENSOR}").unpack
+_unpack = Struct(f"@{_TENSOR}").unpack_from
 """A DLManagedTensor up to its end, which are manager_ctx and deleter."""
-_AT_1, _unpack_1 = (ctypes.c_char * 80).from_address, Struct(f"@I4x16xQ{_TENSOR}").unpack
+_unpack_1 = Struct(f"@I4x16xQ{_TENSOR}").unpack_from
 """DLManagedTensorVersioned: major, (minor, manager_ctx, deleter), flags, the tensor."""
 _DELETER, _DELETER_1 = 56, 16
 """Bytes before the deleter of each."""
@@ -66,14 +68,24 @@ class Visit(Protocol):
 
     lent: list[Any]
     """What is let go when the device has done what was on the stream at the end of the visit."""
+    handle: int
+    """The stream, as DLPack numbers it."""
+    is_current: bool
+    """Whether its device is the current one. If not, an export is made by way of `ask`."""
+
+    def ask(self, export: Callable[[Any, int], Any], array: Any) -> Any:
+        """``export(array, handle)`` with the device current."""
 
 
 class Gpu(Protocol):
-    """The CUDA side of a loan."""
+    """The CUDA side of loans."""
 
-    def ask(self, ordinal: int, export: Callable[[Any, int], Any], array: Any) -> tuple[Any, Visit]:
-        """The result of ``export(array, stream)`` with that device current, and the visit."""
+    def begin(self, ordinal: int) -> Visit:
+        """A visit on the stream of now. It ends with the last reference to it."""
 
+
+Visits = dict[int, Visit]
+"""Those of one call, by device: the first array begins one, the others join it."""
 
 gpu: Gpu | None = None
 
@@ -94,7 +106,7 @@ _new: Callable[..., Any] = tuple.__new__
 """Faster than calling a NamedTuple."""
 
 
-def find_viewer(array: Any) -> Callable[[Any], ArrayView] | None:
+def find_viewer(array: Any) -> Callable[[Any, Visits], ArrayView] | None:
     """The function that views arrays of this type, or None where they have no DLPack."""
     jax = sys.modules.get("jax")
     if jax is not None and isinstance(array, jax.core.Tracer):
@@ -112,24 +124,30 @@ def find_viewer(array: Any) -> Callable[[Any], ArrayView] | None:
 class _Lender:
     """How arrays of one type lend their memory, as far as their exports have shown."""
 
-    __slots__ = ("_ask", "_has_destructor", "_immutable", "_versioned")
+    __slots__ = ("_ask", "_flags", "_has_destructor", "_name")
 
     def __init__(self, immutable: bool) -> None:
         """``immutable``: JAX's, whose capsules do not say so."""
-        self._immutable = immutable
+        self._flags = _READ_ONLY if immutable else 0
         self._ask = _ask_in_full
-        self._versioned = True
-        self._has_destructor: bool | None = None
+        self._name = _NAME_1
+        self._has_destructor = False
 
-    def view(self, array: Any) -> ArrayView:
+    def view(self, array: Any, visits: Visits) -> ArrayView:
         """The facts of an array, with a loan as the owner."""
+        visit = None
         try:
             kind, ordinal = array.__dlpack_device__()
-            if kind in _HOST:
-                visit = None
+            if kind in _CUDA and gpu is not None:
+                visit = visits.get(ordinal)
+                if visit is None:
+                    visit = visits[ordinal] = gpu.begin(ordinal)
+                if visit.is_current:
+                    capsule = self._export(array, visit.handle)
+                else:
+                    capsule = visit.ask(self._export, array)
+            elif kind in _HOST:
                 capsule = self._export(array, None)
-            elif kind in _CUDA and gpu is not None:
-                capsule, visit = gpu.ask(ordinal, self._export, array)
             else:
                 raise _elsewhere(array, kind)
         except REFUSALS as error:
@@ -165,40 +183,35 @@ class _Lender:
     def _read(self, capsule: Any) -> tuple[int, Facts, Any]:
         """Address and facts, and what gives the memory back when it goes."""
         try:
-            versioned = self._versioned
-            managed = _pointer(capsule, _NAME_1 if versioned else _NAME)
+            name = self._name
+            managed = _pointer(capsule, name)
         except ValueError:
-            managed, versioned = _open(capsule)
-            self._versioned = versioned
-        memory = capsule if self._has_destructor else self._keep(capsule, managed, versioned)
-        if versioned:
+            managed, name = _open(capsule)
+            self._name = name
+        memory = capsule if self._has_destructor else self._keep(capsule, managed, name)
+        if name is _NAME_1:
             version, flags, data, device, ndim, dtype, shape, strides, offset = _unpack_1(
-                _AT_1(managed)
+                _MEMORY, managed
             )
             if version != MAX_VERSION[0]:  # the rest may be other things
                 raise DTypeError(
                     f"want a DLPack capsule of version 1, got {version}; convert the array"
                 )
-            writeable = not (flags & _READ_ONLY or self._immutable)
         else:
-            data, device, ndim, dtype, shape, strides, offset = _unpack(_AT(managed))
-            writeable = not self._immutable
-        if strides == shape + 8 * ndim:  # as most have them
-            place, unpack = _int64s(2 * ndim)
-            numbers = unpack(place(shape))
-        else:
-            place, unpack = _int64s(ndim)
-            numbers = unpack(place(shape))
-            if strides:
-                numbers += unpack(place(strides))
-        return data + offset, _facts(device, dtype, ndim, numbers, writeable), memory
+            data, device, ndim, dtype, shape, strides, offset = _unpack(_MEMORY, managed)
+            flags = 0
+        size = 8 * ndim
+        numbers = _MEMORY[shape : shape + size]
+        if strides:
+            numbers += _MEMORY[strides : strides + size]
+        return data + offset, _facts(device, dtype, ndim, numbers, flags | self._flags), memory
 
-    def _keep(self, capsule: Any, managed: int, versioned: bool) -> Any:
+    def _keep(self, capsule: Any, managed: int, name: ctypes.c_char_p) -> Any:
         """The capsule, or where it has no destructor, which it should have, what stands for it."""
         if _destructor(capsule):
             self._has_destructor = True
             return capsule
-        return _Used(capsule, managed, versioned)
+        return _Used(capsule, managed, name is _NAME_1)
 
 
 def _elsewhere(array: Any, kind: int) -> UnsupportedDeviceError:
@@ -222,16 +235,11 @@ def _ask_before_streams(array: Any, stream: int | None) -> Any:
     return array.__dlpack__(stream=stream)
 
 
-def _open(capsule: Any) -> tuple[int, bool]:
-    """The managed tensor of a capsule that nobody has used, and whether it is a versioned one."""
-    try:
-        return _pointer(capsule, _NAME_1), True
-    except ValueError:
-        pass  # of another name, or no capsule
-    try:
-        return _pointer(capsule, _NAME), False
-    except ValueError:
-        pass
+def _open(capsule: Any) -> tuple[int, ctypes.c_char_p]:
+    """The managed tensor of a capsule that nobody has used, and the capsule's name."""
+    for name in (_NAME_1, _NAME):
+        with suppress(ValueError):  # of another name, or no capsule
+            return _pointer(capsule, name), name
     raise DTypeError(
         f"want a DLPack capsule that nobody has used, got {capsule!r}; have __dlpack__ make a new "
         f"one for each call"
@@ -255,25 +263,20 @@ class _Used:
 
 def retype(capsule: Any, dtype: bytes) -> None:
     """Writes another element type of the same size, code and bits, into an unused capsule."""
-    managed, versioned = _open(capsule)
-    tensor = managed + _TENSOR_OFFSET if versioned else managed
+    managed, name = _open(capsule)
+    tensor = managed + _TENSOR_OFFSET if name is _NAME_1 else managed
     ctypes.memmove(tensor + _TYPE_OFFSET, dtype, 2)
 
 
-@lru_cache
-def _int64s(count: int) -> tuple[Callable[[int], Any], Callable[[Any], tuple[int, ...]]]:
-    """From an address to memory, and from that to its numbers."""
-    return (ctypes.c_char * (8 * count)).from_address, Struct(f"@{count}q").unpack
-
-
 @lru_cache(1 << 16)
-def _facts(device: int, dtype: int, ndim: int, numbers: tuple[int, ...], writeable: bool) -> Facts:
+def _facts(device: int, dtype: int, ndim: int, numbers: bytes, flags: int) -> Facts:
     """``device``, ``dtype``: as the structs have them; ``numbers``: shape, and strides if any."""
     kind, ordinal = Struct("@ii").unpack(device.to_bytes(8, sys.byteorder))
     where = Device("cuda", ordinal) if kind in _CUDA else CPU
     name = _type_name(*Struct("@BBH").unpack(dtype.to_bytes(4, sys.byteorder)))
-    shape, strides = numbers[:ndim], numbers[ndim:]
-    return facts(shape, strides or row_major(shape), name, where, "dlpack", writeable)
+    lengths = Struct(f"@{len(numbers) // 8}q").unpack(numbers)
+    shape, strides = lengths[:ndim], lengths[ndim:] or row_major(lengths[:ndim])
+    return facts(shape, strides, name, where, "dlpack", not flags & _READ_ONLY)
 
 
 def _type_name(code: int, bits: int, lanes: int) -> str:

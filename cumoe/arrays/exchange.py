@@ -7,7 +7,7 @@ bf16 takes those bytes as such (`check.require_dtype`).
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -30,19 +30,13 @@ _NUMPY_NAMES = {"fp16": "float16", "fp32": "float32"}
 
 _new_view: Callable[..., ArrayView] = tuple.__new__
 """Faster than calling the NamedTuple: a call on the GPU views three to ten arrays."""
-_viewers: dict[type, Callable[[Any], ArrayView]] = {}
+Viewer = Callable[[Any, dlpack.Visits], ArrayView]
+_viewers: dict[type, Viewer] = {}
 
 
 def view(array: Any, name: str) -> ArrayView:
     """The facts of ``array``; ``name`` is the argument's name for the error message."""
-    try:
-        try:
-            viewer = _viewers[type(array)]
-        except KeyError:
-            viewer = _viewers[type(array)] = _find_viewer(array)
-        return viewer(array)
-    except CumoeError as error:  # raised below, where the name is not known
-        raise type(error)(f"{name}: {error}") from error.__cause__
+    return view_all((array,), (name,))[0]
 
 
 def optional_view(array: Any, name: str) -> ArrayView | None:
@@ -50,7 +44,25 @@ def optional_view(array: Any, name: str) -> ArrayView | None:
     return None if array is None else view(array, name)
 
 
-def _find_viewer(array: Any) -> Callable[[Any], ArrayView]:
+def view_all(arrays: Iterable[Any], names: Sequence[str]) -> list[ArrayView]:
+    """The facts of the arrays of one call, which is one visit to those of other frameworks."""
+    found: list[ArrayView] = []
+    visits: dlpack.Visits = {}
+    try:
+        for array in arrays:
+            viewer = _viewers.get(type(array)) or _find_viewer(array)
+            found.append(viewer(array, visits))
+    except CumoeError as error:  # raised below, where the name is not known
+        raise type(error)(f"{names[len(found)]}: {error}") from error.__cause__
+    return found
+
+
+def _find_viewer(array: Any) -> Viewer:
+    viewer = _viewers[type(array)] = _choose_viewer(array)
+    return viewer
+
+
+def _choose_viewer(array: Any) -> Viewer:
     cls = type(array)
     if isinstance(array, np.ndarray):
         if cls not in (
@@ -87,12 +99,12 @@ def _is_of(array: Any, module: str, cls: str) -> bool:
     return loaded is not None and isinstance(array, getattr(loaded, cls))
 
 
-def _view_numpy(a: Any) -> ArrayView:
+def _view_numpy(a: Any, visits: dlpack.Visits) -> ArrayView:
     made = _numpy_facts(a.shape, a.strides, a.dtype, CPU, "numpy", a.flags.writeable)
     return ArrayView(a.ctypes.data, made, a)
 
 
-def _view_cupy(a: Any) -> ArrayView:
+def _view_cupy(a: Any, visits: dlpack.Visits) -> ArrayView:
     made = _cupy_facts(a.shape, a.strides, a.dtype, a.device.id)
     return _new_view(ArrayView, (a.data.ptr, made, a))
 
@@ -104,8 +116,8 @@ def _cupy_facts(
     return _numpy_facts(shape, byte_strides, dtype, Device("cuda", ordinal), "cupy", True)
 
 
-def _view_export(a: Any) -> ArrayView:
-    return _view_cupy(a.array)._replace(owner=a)
+def _view_export(a: Any, visits: dlpack.Visits) -> ArrayView:
+    return _view_cupy(a.array, visits)._replace(owner=a)
 
 
 @lru_cache(1 << 16)
@@ -135,7 +147,7 @@ def _numpy_facts(
     return facts(shape, strides, _NAMES.get(name, name), device, framework, writeable)
 
 
-def _view_torch(a: Any) -> ArrayView:
+def _view_torch(a: Any, visits: dlpack.Visits) -> ArrayView:
     try:
         made, may_be_lazy = _torch_facts(a.shape, a.stride(), a.dtype, a.device)
         if may_be_lazy and (a.is_neg() or a.is_conj()):
@@ -188,11 +200,20 @@ def torch_dtype_name(dtype: Any) -> str:
     return _NAMES.get(name, name)
 
 
-def torch_facts(tensors: Iterable[Any]) -> tuple[tuple[Any, ...], list[int]]:
-    """All that decides what a call on torch tensors is but addresses, as a key, and the addresses.
+def facts_of(views: Iterable[ArrayView]) -> tuple[tuple[Any, ...], list[int]]:
+    """All that decides what a call is but addresses, as a key, and the addresses."""
+    key: list[Any] = []
+    addresses = []
+    for address, made, _ in views:
+        key += (made, address % LINE)
+        addresses.append(address)
+    return tuple(key), addresses
 
-    Of each tensor what its view would tell, read without making one: tensors with equal keys have
-    equal facts and starts.
+
+def torch_facts(tensors: Iterable[Any]) -> tuple[tuple[Any, ...], list[int]]:
+    """`facts_of` torch tensors, whose views it does not make.
+
+    Of each tensor what its view would tell: tensors with equal keys have equal facts and starts.
 
     Raises: RuntimeError for a tensor without strides or memory, which `view` tells by its name.
     """

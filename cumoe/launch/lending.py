@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import weakref
 from collections import defaultdict, deque
 from collections.abc import Callable
 from typing import Any
@@ -23,24 +22,10 @@ _HOST_TYPES: dict[str, np.dtype[Any]] = {
     "fp32": np.dtype(np.float32),
 }  # fmt: skip
 
-MOST_LENT = 16
-"""Arrays of a visit, more than those of a call: if something keeps an old loan, as the traceback of
-an error does, not all later calls are to join its visit, which would keep theirs too."""
 
-
-class _Ended:
-    """A visit that has ended on the host."""
-
-    __slots__ = ("event", "lent", "ordinal", "stream")
-
-    def __init__(self, ordinal: int, stream: Any, lent: list[Any]) -> None:
-        self.ordinal, self.stream, self.lent = ordinal, stream, lent
-        self.event: Any = None
-        """Behind its launches; None while the stream takes none, as in a capture."""
-
-
-_ended: dict[tuple[int, int], deque[_Ended]] = {}
-"""By device and stream, in their order. No queue is removed: a thread may be about to append."""
+_ended: dict[tuple[int, int], deque[Visit]] = {}
+"""Visits that have ended on the host, by device and stream, in their order. No queue is removed: a
+thread may be about to append."""
 _sweeping = threading.Lock()
 """Held by the one thread that takes from `_ended`; no other waits for it."""
 _idle: defaultdict[int, list[Any]] = defaultdict(list)
@@ -54,44 +39,42 @@ class Visit:
     A graph's memory is the caller's to keep: a visit in a capture gives its own back as it ends.
     """
 
-    __slots__ = ("__weakref__", "is_captured", "lent", "ordinal", "stream")
+    __slots__ = ("event", "handle", "is_captured", "is_current", "lent", "ordinal", "stream")
 
-    def __init__(self, ordinal: int, stream: Any, is_captured: bool) -> None:
-        self.ordinal, self.stream, self.is_captured = ordinal, stream, is_captured
+    def __init__(self, ordinal: int, stream: Any, is_current: bool) -> None:
+        self.ordinal, self.stream, self.is_current = ordinal, stream, is_current
+        self.handle = stream.ptr or LEGACY_STREAM
         self.lent: list[Any] = []
+        self.event: Any = None
+        """Behind the launches; None before the end, and while the stream takes none."""
+        self.is_captured = is_capturing(self.handle)
 
-    def __del__(self) -> None:
+    def ask(self, export: Callable[[Any, int], Any], array: Any) -> Any:
+        """``export(array, handle)`` with the visit's device current, as it is in most calls.
+
+        Stream 1 is another one on each device, and torch wants the stream's.
+        """
+        with on_device(self.ordinal):
+            return export(array, self.handle)
+
+    def __del__(self) -> None:  # called once, though the object lives on in a queue
         try:
             sweep()  # first: it may free an event for this visit
         finally:
             if self.lent and not self.is_captured:
-                _after(self.ordinal, self.stream, self.lent)
+                try:
+                    _record(self)
+                finally:
+                    _ended.setdefault((self.ordinal, self.stream.ptr), deque()).append(self)
 
 
-class _Thread(threading.local):
-    """The visit that a further array of this thread may join, if it is still going on."""
-
-    visit: Callable[[], Visit | None] = staticmethod(lambda: None)
-
-
-_thread = _Thread()
-
-
-def ask(ordinal: int, export: Callable[[Any, int], Any], array: Any) -> tuple[Any, Visit]:
-    """``export(array, stream)`` with CuPy's current stream of a device, and the visit on it.
-
-    The device is current meanwhile: stream 1 is another one on each, and torch wants it so.
-    """
+def begin(ordinal: int) -> Visit:
+    """A visit on CuPy's current stream of a device."""
     cuda = cupy().cuda
-    if cuda.runtime.getDevice() != ordinal:
-        with on_device(ordinal):
-            return ask(ordinal, export, array)
-    stream = cuda.get_current_stream()
-    visit, is_captured = _thread.visit(), is_capturing(stream.ptr)
-    if visit is None or not _may_join(visit, ordinal, stream, is_captured):
-        visit = Visit(ordinal, stream, is_captured)
-        _thread.visit = weakref.ref(visit)
-    return export(array, stream.ptr or LEGACY_STREAM), visit
+    if cuda.runtime.getDevice() == ordinal:
+        return Visit(ordinal, cuda.get_current_stream(), is_current=True)
+    with on_device(ordinal):
+        return Visit(ordinal, cuda.get_current_stream(), is_current=False)
 
 
 def is_capturing(stream: int) -> bool:
@@ -99,36 +82,19 @@ def is_capturing(stream: int) -> bool:
     return stream > LEGACY_STREAM and driver.is_capturing(stream)
 
 
-def _may_join(visit: Visit, ordinal: int, stream: Any, is_captured: bool) -> bool:
-    same = visit.stream is stream or visit.stream == stream
-    same = same and visit.ordinal == ordinal and visit.is_captured is is_captured
-    return same and len(visit.lent) < MOST_LENT
-
-
-def _after(ordinal: int, stream: Any, lent: list[Any]) -> None:
-    """Lets ``lent`` go when the device has done what is on the stream now."""
-    ended = _Ended(ordinal, stream, lent)
-    try:
-        _record(ended)
-    finally:
-        _ended.setdefault((ordinal, stream.ptr), deque()).append(ended)
-
-
-def _record(ended: _Ended) -> None:
+def _record(ended: Visit) -> None:
     """Puts an event on the stream, unless that would become part of a graph, or end a capture."""
     cuda, ordinal = cupy().cuda, ended.ordinal
     if cuda.runtime.getDevice() != ordinal:
         with on_device(ordinal):
-            return _record(ended)
-    if not _takes_events(ended.stream.ptr):
-        return None
-    try:
-        event = _idle[ordinal].pop()
-    except IndexError:
-        event = cuda.Event(disable_timing=True)
-    event.record(ended.stream)
-    ended.event = event
-    return None
+            _record(ended)
+    elif _takes_events(ended.stream.ptr):
+        try:
+            event = _idle[ordinal].pop()
+        except IndexError:
+            event = cuda.Event(disable_timing=True)
+        event.record(ended.stream)
+        ended.event = event
 
 
 def _takes_events(stream: int) -> bool:
@@ -143,7 +109,7 @@ def sweep() -> None:
 
     A query fails, and ends the capture, where any thread captures in CUDA's global mode: torch's.
     """
-    queues = [queue for queue in list(_ended.values()) if queue]
+    queues = list(filter(None, tuple(_ended.values())))
     if not queues or not _sweeping.acquire(blocking=False):
         return
     try:
@@ -154,16 +120,15 @@ def sweep() -> None:
         _sweeping.release()
 
 
-def _give_back(queue: deque[_Ended]) -> None:
-    while queue and _is_done(queue[0]):
-        ended = queue.popleft()
+def _give_back(queue: deque[Visit]) -> None:
+    while queue:
+        ended = queue[0]
+        if ended.event is None:  # its stream took none when it ended
+            _record(ended)
+        if ended.event is None or not ended.event.done:
+            return
         _idle[ended.ordinal].append(ended.event)
-
-
-def _is_done(ended: _Ended) -> bool:
-    if ended.event is None:  # its stream took none when it ended
-        _record(ended)
-    return ended.event is not None and bool(ended.event.done)
+        queue.popleft()
 
 
 def to_host(v: ArrayView) -> np.ndarray[Any, Any]:

@@ -4,24 +4,32 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from operator import itemgetter
 from typing import Any, NamedTuple
 
 from cumoe.arrays.check import Apart, apart, require_apart
-from cumoe.arrays.exchange import host_result, is_torch, to_numpy, torch_facts, view
-from cumoe.arrays.view import LINE, ArrayView
+from cumoe.arrays.exchange import (
+    facts_of,
+    host_result,
+    is_torch,
+    to_numpy,
+    torch_facts,
+    view_all,
+)
+from cumoe.arrays.export import Export
+from cumoe.arrays.view import ArrayView
 from cumoe.errors import ArgumentError
 from cumoe.launch import device, driver, lending, memory
 from cumoe.launch.memory import Output
 from cumoe.launch.run import Launch, Prepared
-from cumoe.ops._outputs import delivered
 
 Starts = tuple[int, ...]
 """Where each array starts in a line of 256 bytes; what is None, or yet to be made, starts one."""
-Views = list[ArrayView | None]
+Views = dict[str, ArrayView]
+"""The arrays of a call that are not None, by name, in the op's order."""
 MAX_READY = 8192
 """Calls that a thread keeps prepared, some KiB each."""
 
@@ -38,26 +46,13 @@ class Call:
     """What the launches name and the caller has not given."""
 
 
-class Given(NamedTuple):
-    """The arrays of a call that are not None, in the op's order."""
-
-    names: tuple[str, ...]
-    views: tuple[ArrayView, ...]
-    pairs: tuple[Apart, ...]
-
-    @property
-    def addresses(self) -> list[int]:
-        """Where they lie."""
-        return [v.ptr for v in self.views]
-
-
 class Alike(NamedTuple):
     """Calls of one op with the same scalars on arrays of the same classes."""
 
-    is_viewed: bool
-    """Whether each call views its arrays. Not where all are torch's."""
+    viewed: tuple[str, ...]
+    """The arrays that are not None, which each call views. None where all are torch's."""
     ready: dict[tuple[Any, ...], Ready]
-    """By `torch_facts`, or by the `_key` of the views."""
+    """By `torch_facts`, or by the `facts_of` the views."""
 
 
 class Op:
@@ -97,9 +92,10 @@ class Op:
             alike = None
         if alike is None:
             return self._run(arrays, scalars, self._views(arrays))
-        if alike.is_viewed:
-            return self._run_viewed(alike.ready, arrays, scalars)
-        ready, given = None, [a for a in arrays if a is not None]
+        given = [a for a in arrays if a is not None]
+        if alike.viewed:
+            return self._run_viewed(alike, given, arrays, scalars)
+        ready = None
         try:
             facts, addresses = torch_facts(given)
             ready = alike.ready.get(facts)
@@ -110,89 +106,87 @@ class Op:
         return ready(given, addresses)
 
     def _kind(self, arrays: tuple[Any, ...], scalars: tuple[Any, ...]) -> tuple[Any, ...]:
-        return (self, scalars, *map(type, scalars), *map(type, arrays))  # True and 1 are equal
+        return (self, scalars, *map(type, scalars + arrays))  # True and 1 are equal
 
     def _views(self, arrays: tuple[Any, ...]) -> Views:
-        return [
-            view(a, name) if a is not None or i < self._required else None
-            for i, (a, name) in enumerate(zip(arrays, self._arrays, strict=True))
-        ]
+        named = {
+            name: a
+            for i, (name, a) in enumerate(zip(self._arrays, arrays, strict=True))
+            if a is not None or i < self._required
+        }
+        return dict(zip(named, view_all(named.values(), tuple(named)), strict=True))
 
     def _run_viewed(
-        self, known: dict[Any, Ready], arrays: tuple[Any, ...], scalars: tuple[Any, ...]
+        self, alike: Alike, given: list[Any], arrays: tuple[Any, ...], scalars: tuple[Any, ...]
     ) -> Any:
-        views = self._views(arrays)
-        present = [v for v in views if v is not None]
-        addresses = [v.ptr for v in present]
-        ready = known.get(_key(present))
+        found = view_all(given, alike.viewed)  # keeps what is lent until all is launched
+        facts, addresses = facts_of(found)
+        ready = alike.ready.get(facts)
         if ready is None:
-            return self._run(arrays, scalars, views)
-        return ready([v.owner for v in present], addresses)
+            return self._run(arrays, scalars, dict(zip(alike.viewed, found, strict=True)))
+        return ready(given, addresses)
 
     def _run(self, arrays: tuple[Any, ...], scalars: tuple[Any, ...], views: Views) -> Any:
         plain = self._scalars(*scalars)
-        facts = [None if v is None else v.facts for v in views]
-        call = self._check(*facts, tuple(0 if v is None else v.start for v in views), plain)
-        given = self._given(views)
-        require_apart(given.pairs, given.addresses, given.names)
-        if given.views[0].device.kind == "cpu":
-            return self._compute(call, given)
-        with device.on_device(given.views[0].device.ordinal):
-            ready = self._ready(call, given)
-            self._remember(ready, given, self._kind(arrays, scalars))
-            return ready([v.owner for v in given.views], given.addresses)
+        named = [views.get(name) for name in self._arrays]
+        facts = [None if v is None else v.facts for v in named]
+        call = self._check(*facts, tuple(0 if v is None else v.start for v in named), plain)
+        pairs = self._apart(views)
+        given, addresses = [a for a in arrays if a is not None], [v.ptr for v in views.values()]
+        require_apart(pairs, addresses, tuple(views))
+        (first, *_) = views.values()
+        if first.device.kind == "cpu":
+            return self._compute(call, views, given)
+        with device.on_device(first.device.ordinal):
+            ready = self._ready(call, views, pairs)
+            self._remember(ready, views, given, self._kind(arrays, scalars))
+            return ready(given, addresses)
 
-    def _given(self, views: Views) -> Given:
-        named = [(n, v) for n, v in zip(self._arrays, views, strict=True) if v is not None]
-        inputs = sum(v is not None for v in views[: self._inputs])
-        facts = tuple(v.facts for _, v in named)
-        pairs = apart(facts, inputs, in_place=self._in_place)
-        return Given(tuple(n for n, _ in named), tuple(v for _, v in named), pairs)
+    def _apart(self, views: Views) -> tuple[Apart, ...]:
+        inputs = sum(name in views for name in self._arrays[: self._inputs])
+        return apart(tuple(v.facts for v in views.values()), inputs, in_place=self._in_place)
 
-    def _compute(self, call: Call, given: Given) -> Any:
-        named = dict(zip(given.names, given.views, strict=True))
-        host = {n: to_numpy(v) for n, v in named.items() if n != "workspace"}
+    def _compute(self, call: Call, views: Views, given: list[Any]) -> Any:
+        host = {n: to_numpy(v) for n, v in views.items() if n != "workspace"}
         results = self._reference(**host, **call.options)
-        like, many = given.views[0], results if isinstance(results, tuple) else (results,)
+        many = results if isinstance(results, tuple) else (results,)
+        named, (like, *_) = dict(zip(views, given, strict=True)), views.values()
         return _one_or_all(
-            delivered(named[name].owner) if name in named else host_result(result, like)
+            named[name] if name in named else host_result(result, like)
             for name, result in zip(self._results, many, strict=True)
         )
 
-    def _ready(self, call: Call, given: Given) -> Ready:
+    def _ready(self, call: Call, views: Views, pairs: tuple[Apart, ...]) -> Ready:
         known = _thread.ready
         if call not in known:
             if len(known) >= MAX_READY:
                 _thread.forget()
-            known[call] = Ready(call, given, self._results)
+            known[call] = Ready(call, views, pairs, self._results)
         return known[call]
 
-    def _remember(self, ready: Ready, given: Given, kind: tuple[Any, ...]) -> None:
-        is_viewed = not all(is_torch(v.owner) for v in given.views)
-        key = _key(given.views) if is_viewed else torch_facts(v.owner for v in given.views)[0]
+    def _remember(
+        self, ready: Ready, views: Views, given: list[Any], kind: tuple[Any, ...]
+    ) -> None:
+        viewed = () if all(map(is_torch, given)) else tuple(views)
+        key, _ = facts_of(views.values()) if viewed else torch_facts(given)
         with suppress(TypeError):  # a list among the scalars
-            _thread.alike.setdefault(kind, Alike(is_viewed, {})).ready[key] = ready
-
-
-def _key(views: Sequence[ArrayView]) -> tuple[Any, ...]:
-    """All that decides what a call is but addresses."""
-    return (*[v.facts for v in views], *[v.ptr % LINE for v in views])
+            _thread.alike.setdefault(kind, Alike(viewed, {})).ready[key] = ready
 
 
 class Ready:
     """A call that its thread can run at once, with other addresses."""
 
     __slots__ = (
-        "_address", "_beside_torch", "_current_device", "_device", "_is_lent", "_is_pooled",
-        "_made", "_makers", "_names", "_pairs", "_prepared", "_results", "_scratch", "_stream",
-        "strided",
+        "_address", "_beside_torch", "_current_device", "_device", "_exported", "_is_pooled",
+        "_makers", "_names", "_pairs", "_prepared", "_results", "_scratch", "_stream", "strided",
     )  # fmt: skip
 
-    def __init__(self, call: Call, given: Given, results: tuple[str, ...]) -> None:
+    def __init__(
+        self, call: Call, views: Views, pairs: tuple[Apart, ...], results: tuple[str, ...]
+    ) -> None:
         """On the current device."""
-        like = given.views[0]
-        self._device, names = like.device.ordinal, (*given.names, *call.outputs)
-        self._names, self._pairs = given.names, given.pairs
+        (like, *_), names = views.values(), (*views, *call.outputs)
+        self._device, self._names, self._pairs = like.device.ordinal, tuple(views), pairs
         self._current_device, self._stream, self._address = memory.ways(like.framework)
         self._makers = [
             memory.maker(like.framework, like.device, output) for output in call.outputs.values()
@@ -200,13 +194,15 @@ class Ready:
         stream = self._stream(self._device)
         self._prepared = Prepared(call.launches, names, self._device, stream)
         self._results = itemgetter(*(names.index(name) for name in results))
-        self._made = [call.outputs.get(name) for name in results]
+        made = [(names.index(name), name in results, o.dtype) for name, o in call.outputs.items()]
+        self._scratch = [i for i, is_result, _ in made if not is_result]
+        self._exported = [
+            (i, dtype) for i, is_result, dtype in made if is_result and like.framework == "dlpack"
+        ]
         self._is_pooled = bool(call.outputs) and like.framework != "torch"
-        self._scratch = [names.index(name) for name in call.outputs if name not in results]
-        lent = [n for n, v in zip(names, given.views, strict=False) if v.framework == "dlpack"]
-        self._is_lent = bool(lent)
+        lent = [name for name, v in views.items() if v.framework == "dlpack"]
         self._beside_torch = lent[0] if lent and like.framework == "torch" else None
-        self.strided = tuple(i for i, v in enumerate(given.views) if not v.facts.is_row_major)
+        self.strided = tuple(i for i, v in enumerate(views.values()) if not v.facts.is_row_major)
 
     def is_negated(self, tensors: list[Any]) -> bool:
         """Whether a tensor has its negative bit set that may have it: see `view`."""
@@ -231,21 +227,15 @@ class Ready:
         else:
             self._make(arrays, addresses)
         self._prepared(stream, addresses)
-        results = self._results(arrays)
-        return self._delivered(arrays[0], results) if self._is_lent else results
+        for i, dtype in self._exported:
+            arrays[i] = Export(arrays[i], dtype, arrays[0]).delivered()
+        return self._results(arrays)
 
     def _make(self, arrays: list[Any], addresses: list[int]) -> None:
         for make in self._makers:
             made = make()
             arrays.append(made)
             addresses.append(self._address(made))
-
-    def _delivered(self, like: Any, results: Any) -> Any:
-        if len(self._made) == 1:
-            return delivered(results, like, self._made[0])
-        return tuple(
-            [delivered(r, like, made) for r, made in zip(results, self._made, strict=True)]
-        )
 
 
 _of_graphs: list[Any] = []

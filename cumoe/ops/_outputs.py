@@ -1,11 +1,7 @@
-"""Outputs that an op allocates, and results in the caller's framework."""
+"""Outputs that an op allocates."""
 
 from __future__ import annotations
 
-from typing import Any
-
-from cumoe.arrays.dlpack import Loan
-from cumoe.arrays.export import Export
 from cumoe.arrays.view import Facts
 from cumoe.launch.memory import Output
 from cumoe.ops import _inputs
@@ -27,15 +23,3 @@ def quantizer_outputs(
     else:
         _inputs.require_scale_output(out_scale, layout)
     return made
-
-
-def delivered(array: Any, like: Any = None, made: Output | None = None) -> Any:
-    """An output as its caller gets it, after the launches that fill it, on its device.
-
-    ``made``: what it is, where it is new and to be in the framework of ``like``, if that is lent.
-    """
-    if type(array) is Loan:
-        return array.array
-    if made is not None and type(like) is Loan:
-        return Export(array, made.dtype, like.array).delivered()
-    return array

@@ -11,7 +11,7 @@ import torch
 
 from cumoe.arrays import dlpack
 from cumoe.arrays.check import require_contiguous, require_dtype, require_writeable
-from cumoe.arrays.exchange import to_numpy, view
+from cumoe.arrays.exchange import to_numpy, view, view_all
 from cumoe.arrays.view import CPU, Device
 from cumoe.errors import ArgumentError, DTypeError, UnsupportedDeviceError
 from tests.helpers import lenders
@@ -238,6 +238,29 @@ def test_on_a_gpu_the_stream_is_named_and_the_memory_returns_after_it(device, mo
     assert made.returned == []
     gpu.made[0].lent.clear()
     assert made.all_returned
+
+
+def test_the_arrays_of_a_call_are_one_visit_on_each_device(monkeypatch):
+    monkeypatch.setattr(dlpack, "gpu", gpu := FakeGpu(stream=77))
+    made = [Handmade(AT, (4,), device=(lenders.CUDA, ordinal)) for ordinal in (0, 1, 0, 0)]
+    views = view_all([*made[:2], MEMORY, *made[2:]], "abcde")
+    assert [v.device for v in views if v.framework == "dlpack"] == [
+        Device("cuda", ordinal) for ordinal in (0, 1, 0, 0)
+    ]
+    assert [len(visit.lent) for visit in gpu.made] == [3, 1]
+    assert [m.streams for m in made] == [[77]] * 4
+    view(made[0], "x")
+    assert len(gpu.made) == 3
+    with pytest.raises(DTypeError, match=r"^c: want a NumPy, torch or CuPy array"):
+        view_all([made[0], MEMORY, 3.0, made[1]], "abcd")
+
+
+def test_a_visit_to_a_device_that_is_not_current_makes_it_so(monkeypatch):
+    monkeypatch.setattr(dlpack, "gpu", gpu := FakeGpu(stream=77, current=1))
+    here, there = (Handmade(AT, (4,), device=(lenders.CUDA, ordinal)) for ordinal in (1, 0))
+    view_all([here, there, there], "abc")
+    assert gpu.asked == [there, there]
+    assert [m.streams for m in (here, there)] == [[77], [77, 77]]
 
 
 def test_a_faulty_loan_on_a_gpu_returns_at_once(monkeypatch):

@@ -169,19 +169,25 @@ class Careless(Handmade):
 
 
 class FakeVisit:
-    def __init__(self) -> None:
+    def __init__(self, stream: int, is_current: bool, asked: list[Any]) -> None:
+        self.handle, self.is_current, self.asked = stream, is_current, asked
         self.lent: list[Any] = []
+
+    def ask(self, export: Callable[[Any, int], Any], array: Any) -> Any:
+        self.asked.append(array)
+        return export(array, self.handle)
 
 
 class FakeGpu:
     """The CUDA side of loans where there is no GPU: a stream by number, visits that stay."""
 
-    def __init__(self, stream: int = 77) -> None:
-        self.stream = stream
+    def __init__(self, stream: int = 77, current: int | None = None) -> None:
+        """``current``: the device; None for whichever is asked about."""
+        self.stream, self.current = stream, current
         self.made: list[FakeVisit] = []
+        self.asked: list[Any] = []
+        """Arrays exported with another device than the current one."""
 
-    def ask(
-        self, ordinal: int, export: Callable[[Any, int], Any], array: Any
-    ) -> tuple[Any, FakeVisit]:
-        self.made.append(FakeVisit())
-        return export(array, self.stream), self.made[-1]
+    def begin(self, ordinal: int) -> FakeVisit:
+        self.made.append(FakeVisit(self.stream, self.current in (None, ordinal), self.asked))
+        return self.made[-1]

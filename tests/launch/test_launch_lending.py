@@ -78,15 +78,15 @@ class Gpu:
     def set(self, ordinal: int) -> None:
         self.current = ordinal
 
-    def call(self, count: int = 3, ordinal: int = 0) -> list[Any]:
-        """The visits of a call on so many arrays, each of which lends one `_Memory`."""
-        visits = []
+    def call(self, count: int = 3, ordinal: int = 0) -> lending.Visit:
+        """The visit of a call on so many arrays, each of which lends one `_Memory`."""
+        visit = lending.begin(ordinal)
+        assert visit.is_current is (self.current == ordinal)
         for i in range(count):
-            asked = lending.ask(ordinal, lambda a, s: (a, s, self.current), i)
-            assert asked[0] == (i, self.stream.ptr or 1, ordinal)
-            asked[1].lent.append(_Memory(self.returned, i))
-            visits.append(asked[1])
-        return visits
+            exported = visit.ask(lambda a, s: (a, s, self.current), i)
+            assert exported == (i, self.stream.ptr or 1, ordinal)
+            visit.lent.append(_Memory(self.returned, i))
+        return visit
 
 
 class _Memory:
@@ -121,10 +121,9 @@ def gpu(monkeypatch):
 
 
 def test_a_call_has_one_event_after_which_all_goes_back(gpu):
-    visits = gpu.call()
-    assert len(set(map(id, visits))) == 1
+    visit = gpu.call()
     assert gpu.events == []
-    visits.clear()
+    del visit
     (event,) = gpu.events
     assert (event.streams, gpu.returned) == ([gpu.stream], [])
     lending.sweep()
@@ -149,7 +148,7 @@ def test_another_stream_is_another_visit(gpu):
     first = gpu.call(1)
     gpu.on(7)
     second = gpu.call(1)
-    assert first[0] is not second[0]
+    assert first is not second
     del first, second
     assert [e.streams[0].ptr for e in gpu.events] == [0, 7]
 
@@ -158,11 +157,9 @@ def test_who_keeps_a_loan_does_not_keep_those_of_all_later_calls(gpu):
     kept = gpu.call()
     for _ in range(20):
         gpu.call()
-    for event in gpu.events:
-        event.is_done = True
+    finish(gpu)
     lending.sweep()
-    assert len(gpu.returned) >= 60 - lending.MOST_LENT
-    assert len(kept[0].lent) <= lending.MOST_LENT
+    assert (len(gpu.returned), len(kept.lent)) == (60, 3)
 
 
 def test_a_graph_keeps_nothing(gpu):
@@ -228,9 +225,9 @@ def test_what_is_given_back_may_end_other_loans(gpu):
             gpu.returned.append("deleted")
             lending.sweep()
 
-    visits = gpu.call(1)
-    visits[0].lent.append(Deleter())
-    visits.clear()
+    visit = gpu.call(1)
+    visit.lent.append(Deleter())
+    del visit
     finish(gpu)
     lending.sweep()
     assert sorted(map(str, gpu.returned)) == ["0", "deleted"]
@@ -281,9 +278,9 @@ def test_the_visits_of_a_stream_go_back_in_order(gpu):
 def test_a_visit_that_a_capture_overtakes_is_kept_until_it_is_over(gpu):
     """Its kernels are no part of the graph: they may still run."""
     stream = gpu.on(7)
-    visits = gpu.call()
+    visit = gpu.call()
     stream.is_capturing = True
-    visits.clear()
+    del visit
     lending.sweep()
     assert (gpu.events, gpu.returned, waiting()) == ([], [], 1)
     stream.is_capturing = False
@@ -295,9 +292,9 @@ def test_a_visit_that_a_capture_overtakes_is_kept_until_it_is_over(gpu):
 
 
 def test_no_event_on_the_legacy_stream_while_another_is_captured_that_waits_for_it(gpu):
-    visits = gpu.call(1)
+    visit = gpu.call(1)
     gpu.is_implicit = True
-    visits.clear()
+    del visit
     lending.sweep()
     assert (gpu.events, gpu.returned, waiting()) == ([], [], 1)
     gpu.is_implicit = False
@@ -307,6 +304,18 @@ def test_no_event_on_the_legacy_stream_while_another_is_captured_that_waits_for_
     assert gpu.returned == [0]
 
 
+def test_a_visit_gives_back_once(gpu):
+    """Its end keeps the object itself, in a queue, and after that it ends no second time."""
+    gpu.call(1)
+    gpu.call(1)
+    for _ in range(2):
+        finish(gpu)
+        lending.sweep()
+        gc.collect()
+    assert (gpu.returned, waiting(), len(gpu.events)) == ([0, 0], 0, 2)
+    assert not any(type(o) is lending.Visit for o in gc.get_objects())
+
+
 @pytest.mark.parametrize("is_capturing", [False, True])
 def test_no_call_in_a_graph_joins_one_outside_nor_the_other_way(gpu, is_capturing):
     """Though something keeps a loan of the first."""
@@ -314,5 +323,4 @@ def test_no_call_in_a_graph_joins_one_outside_nor_the_other_way(gpu, is_capturin
     first = gpu.call(1)
     stream.is_capturing = not is_capturing
     second = gpu.call(1)
-    assert first[0] is not second[0]
-    assert [v.is_captured for v in first + second] == [is_capturing, not is_capturing]
+    assert [v.is_captured for v in (first, second)] == [is_capturing, not is_capturing]

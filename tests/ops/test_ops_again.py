@@ -155,7 +155,7 @@ def at_once(monkeypatch) -> None:
     def looked(*arguments):
         raise AssertionError(arguments)
 
-    monkeypatch.setattr(_op, "view", looked)
+    monkeypatch.setattr(_op, "view_all", looked)
 
 
 def test_a_call_like_one_before_runs_with_its_own_addresses(warm, monkeypatch):
@@ -427,6 +427,7 @@ def test_lent_arrays_run_at_once_with_their_own_addresses(lending_gpu, monkeypat
     call()
     monkeypatch.setattr(quant._op, "_check", None)
     x, out, out_scale = (a.array.data_ptr() for a in call())
+    assert [len(visit.lent) for visit in dlpack.gpu.made] == [3, 3]
     assert lending_gpu.launches[-1][2] == [x, 256, 0, out, out_scale, 2, 1, 4, 4]
     with pytest.raises(TypeError):  # looked at anew
         call(rows=5)
