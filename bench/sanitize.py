@@ -83,11 +83,12 @@ def workload() -> None:
         E, K, N = 4, 256, 128
         w1, w2 = (put(rng.integers(0, 0x78, s, np.uint8)) for s in ((E, 2 * N, K), (E, K, N)))
         scale1, scale2 = (put(rng.random(s, np.float32)) for s in ((E, 2, 2), (E, 2, 1)))
-        cumoe.fused_experts_fp8(
-            bf16(M, K), w1, w2, put(rng.random((M, topk), np.float32)),
-            ids(M, topk, E, np.int32), w1_scale=scale1, w2_scale=scale2,
-        )  # fmt: skip
-    for case in EXPERTS_OF_FEW_TOKENS:
+        for first in (w1, w1[::-1]):  # no tensor map holds the second: the chain for any GPU
+            cumoe.fused_experts_fp8(
+                bf16(M, K), first, w2, put(rng.random((M, topk), np.float32)),
+                ids(M, topk, E, np.int32), w1_scale=scale1, w2_scale=scale2,
+            )  # fmt: skip
+    for case in EXPERTS:
         M, topk, E, K, N = case.M, case.topk, case.E, case.K, case.N
         local = E // 2 if case.mapped else E
         w1, w2 = (
@@ -107,8 +108,8 @@ def workload() -> None:
     cupy.cuda.runtime.deviceSynchronize()
 
 
-class FewTokens(NamedTuple):
-    """A call of the experts on few tokens."""
+class Experts(NamedTuple):
+    """A call of the experts."""
 
     M: int
     topk: int
@@ -121,15 +122,19 @@ class FewTokens(NamedTuple):
     scale_format: str = "fp32"
 
 
-EXPERTS_OF_FEW_TOKENS = (
-    FewTokens(1, 2, 4, 128, 128),  # the products quantize; the table of one warp; one 128-block
-    FewTokens(8, 4, 8, 1152, 256, mapped=True),  # that of 32 slots; a ragged stage
-    FewTokens(8, 6, 16, 2304, 640, scale_format="ue8m0"),  # of the CTA; stages are used again
-    FewTokens(5, 4, 8, 256, 128, gap=1),  # x is quantized before
-    FewTokens(8, 8, 2, 256, 2048),  # y is; steps of a row of w2; a few chunks an expert
-    FewTokens(13, 4, 16, 1152, 384, mapped=True),  # x and y are
-    FewTokens(30, 4, 16, 1152, 256),  # two column tiles
-    FewTokens(16, 8, 16, 2304, 512, mapped=True, scale_format="ue8m0"),
+EXPERTS = (
+    Experts(1, 2, 4, 128, 128),  # the products quantize; the table of one warp; one 128-block
+    Experts(8, 4, 8, 1152, 256, mapped=True),  # that of 32 slots; a ragged stage
+    Experts(8, 6, 16, 2304, 640, scale_format="ue8m0"),  # of the CTA; stages are used again
+    Experts(5, 4, 8, 256, 128, gap=1),  # x is quantized before
+    Experts(8, 8, 2, 256, 2048),  # y is; steps of a row of w2; a few chunks an expert
+    Experts(13, 4, 16, 1152, 384, mapped=True),  # x and y are
+    Experts(30, 4, 16, 1152, 256),  # two column tiles
+    Experts(16, 8, 16, 2304, 512, mapped=True, scale_format="ue8m0"),
+    # Many tokens.
+    Experts(70, 2, 4, 128, 128),  # one 128-block, fewer than stages; half of a tile outside
+    Experts(131, 3, 8, 640, 384, mapped=True, scale_format="ue8m0"),
+    Experts(90, 4, 8, 1152, 640, gap=1),  # the codes of down lie in the ring
 )
 
 

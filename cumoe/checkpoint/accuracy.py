@@ -9,9 +9,11 @@ import numpy as np
 from cumoe.checkpoint.calls import Case, apply
 from cumoe.checkpoint.experts import Experts
 from cumoe.checkpoint.safetensors import Array
+from cumoe.plan.experts_decode import regimes
 
-REFERENCE_ROW = 5e-3
-"""Bound on norm(out - ref) / norm(ref) of every token against the NumPy reference."""
+REFERENCE_ROW, WGMMA_ROW = 5e-3, 4e-2
+"""Bounds on norm(out - ref) / norm(ref) of every token against the NumPy reference: of sums in
+fp32, and of many tokens on a GPU with wgmma, whose accumulator is short (docs/numerics.md)."""
 FLOAT64_ROW, FLOAT64_ALL = 0.12, 0.06
 """Bounds against the float64 evaluation, of every token and of all together."""
 SAMPLED_TOKENS = 16
@@ -28,12 +30,14 @@ class Errors:
     """Worst token against the float64 evaluation."""
     error_float64: float
     """All sampled tokens together against the float64 evaluation."""
+    reference_bound: float = REFERENCE_ROW
+    """On the first of the errors."""
 
     @property
     def failures(self) -> tuple[str, ...]:
         """A sentence for each bound that is not held; none where all is well."""
         gates = [
-            ("worst token against the reference", self.max_row_error, REFERENCE_ROW),
+            ("worst token against the reference", self.max_row_error, self.reference_bound),
             ("worst token against float64", self.max_row_error_float64, FLOAT64_ROW),
         ]
         if self.sampled_tokens > 1:  # one token alone is held to the bound of a token
@@ -45,7 +49,19 @@ class Errors:
         )
 
 
-def compare(out: Array, experts: Experts, case: Case, rng: np.random.Generator) -> Errors:
+def reference_row(num_tokens: int, topk: int, num_experts: int) -> float:
+    """The bound for a call of this size on a GPU."""
+    few = max(regime.max_slots for regime in regimes(num_experts, topk))
+    return REFERENCE_ROW if num_tokens * topk <= few else WGMMA_ROW
+
+
+def compare(
+    out: Array,
+    experts: Experts,
+    case: Case,
+    rng: np.random.Generator,
+    bound: float = REFERENCE_ROW,
+) -> Errors:
     """Errors of up to 16 rows of ``out`` [M, K], drawn at random."""
     rows = np.sort(rng.permutation(len(out))[:SAMPLED_TOKENS])
     got, (want, exact) = out[rows], _evaluate(experts, case.rows(rows))
@@ -55,6 +71,7 @@ def compare(out: Array, experts: Experts, case: Case, rng: np.random.Generator) 
         max_row_error=float(row_errors(got, want).max()),
         max_row_error_float64=float(row_errors(got, exact).max()),
         error_float64=float(together[0]),
+        reference_bound=bound,
     )
 
 

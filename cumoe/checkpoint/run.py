@@ -10,7 +10,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from cumoe.checkpoint.accuracy import Errors, compare
+from cumoe.checkpoint.accuracy import REFERENCE_ROW, Errors, compare, reference_row
 from cumoe.checkpoint.calls import Case, measure, on_cpu, on_cuda
 from cumoe.checkpoint.config import MoeConfig
 from cumoe.checkpoint.experts import Experts, Router, device_index, expert_layers, read_experts
@@ -77,6 +77,8 @@ def run_layer(path: str | Path, options: RunOptions | None = None) -> LayerRepor
     case = _draw_case(experts, _configure(experts, options), options.tokens, rng)
     backend = on_cpu(experts, case) if index is None else on_cuda(experts, case, index)
     out, first_call_s, call_s = measure(backend)
+    size = *case.topk_ids.shape, case.config.num_experts
+    bound = REFERENCE_ROW if index is None else reference_row(*size)
     return LayerReport(
         file=str(path),
         layer=layer,
@@ -85,7 +87,7 @@ def run_layer(path: str | Path, options: RunOptions | None = None) -> LayerRepor
         router="random" if experts.router is None else "checkpoint",
         backend=backend.name,
         distinct_experts=len(np.unique(case.topk_ids)),
-        errors=compare(out, experts, case, rng),
+        errors=compare(out, experts, case, rng, bound),
         first_call_s=first_call_s,
         call_s=call_s,
     )

@@ -112,13 +112,13 @@ def _config_rows(c: MoeConfig, tokens: int, router: str) -> list[Row]:
 
 
 def _error_rows(e: Errors, *, itself: bool) -> list[Row]:
-    from cumoe.checkpoint.accuracy import FLOAT64_ALL, FLOAT64_ROW, REFERENCE_ROW
+    from cumoe.checkpoint.accuracy import FLOAT64_ALL, FLOAT64_ROW
 
     same = "; the backend is the reference" if itself else ""
     worst = f"{e.max_row_error_float64:.3g} worst (bound {FLOAT64_ROW:g})"
     together = f"{e.error_float64:.3g} all together (bound {FLOAT64_ALL:g})"
     return [
         ("sampled tokens", str(e.sampled_tokens)),
-        ("error to reference", f"{e.max_row_error:.3g} worst (bound {REFERENCE_ROW:g}){same}"),
+        ("error to reference", f"{e.max_row_error:.3g} worst (bound {e.reference_bound:g}){same}"),
         ("error to float64", f"{worst}, {together}"),
     ]

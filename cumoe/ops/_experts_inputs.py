@@ -23,6 +23,7 @@ from cumoe.plan.moe_align_block_size import padded_bound
 from cumoe.plan.moe_gemm_fp8 import BLOCKS_M
 from cumoe.plan.scales import GROUP_SIZE
 from cumoe.plan.silu_and_mul_quant_fp8 import clamp_kind
+from cumoe.plan.tensor_map import is_mappable
 from cumoe.plan.workspace import ALIGNMENT
 
 ARRAYS = (
@@ -143,6 +144,7 @@ def checked(*facts_starts_scalars: Any) -> Checked:
         x_aligned=_inputs.is_aligned(start["x"], x_row_stride, 2, 16),
         out_aligned=_inputs.is_aligned(start["out"], out_row_stride, 2, 16),
         down_contiguous=given["w2"].strides[1] == N,
+        weights_mappable=all(_is_mappable(given[name]) for name in ("w1", "w2")),
     )
     return Checked(problem, where, x_row_stride, out_row_stride, given, plain)
 
@@ -212,6 +214,10 @@ def _require_loadable(v: Facts, name: str, start: int) -> None:
             f"strides {list(v.strides)}, {start % 16} bytes past one; "
             f"pass {contiguous_copy_of(v, name)}"
         )
+
+
+def _is_mappable(v: Facts) -> bool:
+    return is_mappable(v.shape[::-1], v.strides[1::-1])
 
 
 def _id_space(num_experts: int | None, expert_map: Facts | None, E: int) -> int:

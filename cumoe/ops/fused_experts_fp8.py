@@ -14,10 +14,13 @@ from cumoe.launch.run import At, Launch
 from cumoe.ops._experts_inputs import ARRAYS, Checked, checked, scalars
 from cumoe.ops._op import Call, Op
 from cumoe.ops.moe_align_block_size import align_launches
-from cumoe.plan import experts_decode
+from cumoe.plan import experts_decode, experts_prefill, moe_align_block_size
 from cumoe.plan import fused_experts_fp8 as planning
+from cumoe.plan import moe_down_prefill_fp8 as down_prefill
+from cumoe.plan import moe_gate_up_prefill_fp8 as gate_up_prefill
 from cumoe.plan.device import DeviceInfo
 from cumoe.plan.scales import GROUP_SIZE
+from cumoe.plan.spec import Step
 
 
 def fused_experts_fp8(
@@ -52,7 +55,7 @@ def fused_experts_fp8(
 
     Deterministic: the same inputs give the same bytes. A token's bytes do not depend on the other
     tokens of the call, only on whether there are few (about 8 slots for each of num_experts): those
-    are computed by kernels that add up in another order than those for more (docs/numerics.md).
+    are computed by kernels that add up otherwise than those for more (docs/numerics.md).
 
     Nothing synchronizes with the host, so a call can be captured in a CUDA graph once its kernels
     are loaded (run it once before). For inference: no gradient.
@@ -124,7 +127,7 @@ def _require_room(size: int, needed: int) -> None:
 
 
 class _Arguments(NamedTuple):
-    """What the launches of both chains take of a call, from its token ``first`` on."""
+    """What the launches of all chains take of a call, from its token ``first`` on."""
 
     x: tuple[float | At, ...]
     """And its row stride."""
@@ -150,17 +153,22 @@ def _arguments(p: planning.Problem, c: Checked, first: int) -> _Arguments:
 
 def _weight(c: Checked, name: str, strides: int) -> tuple[float | At, ...]:
     """A weight with its first strides, and its scale with all."""
-    scale = f"{name}_scale"
-    return At(name), *c.given[name].strides[:strides], At(scale), *c.given[scale].strides
+    return At(name), *c.given[name].strides[:strides], *_scale(c, name)
 
 
-def _launches(
-    p: planning.Problem, plan: planning.Plan | experts_decode.Plan, c: Checked, first: int
-) -> list[Launch]:
+def _scale(c: Checked, name: str) -> tuple[float | At, ...]:
+    """The scale of a weight with its strides."""
+    return At(f"{name}_scale"), *c.given[f"{name}_scale"].strides
+
+
+def _launches(p: planning.Problem, plan: planning.AnyPlan, c: Checked, first: int) -> list[Launch]:
     """The launches for tokens first ... first + p.M, in order."""
+    given = _arguments(p, c, first)
     if isinstance(plan, experts_decode.Plan):
-        return _launches_of_few(p, plan, c, _arguments(p, c, first))
-    return _launches_of_many(p, plan, c, _arguments(p, c, first))
+        return _launches_of_few(p, plan, c, given)
+    if isinstance(plan, experts_prefill.Plan):
+        return _launches_of_many(p, plan, c, given)
+    return _launches_of_any(p, plan, c, given)
 
 
 def _launches_of_few(
@@ -184,12 +192,35 @@ def _launches_of_few(
         codes = at["q"], at["q_scale"], p.N // GROUP_SIZE, 1, slots, slots
         launches.insert(1, Launch(plan.quantize_y, (at["y"], p.N, 0, *codes)))
     if plan.quantize_x is not None:
-        codes = at["a"], at["a_scale"], p.K // GROUP_SIZE, 1, p.M, p.M
-        launches.insert(0, Launch(plan.quantize_x, (*given.x, given.weights, *codes)))
+        launches.insert(0, _quantize_x(plan.quantize_x, p, given, at))
     return launches
 
 
 def _launches_of_many(
+    p: planning.Problem, plan: experts_prefill.Plan, c: Checked, given: _Arguments
+) -> list[Launch]:
+    num_slots, w1, w2 = p.M * p.topk, c.given["w1"], c.given["w2"]
+    at = {name: At("workspace", offset) for name, offset in plan.workspace._asdict().items()}
+    blocks = at["sorted_token_ids"], at["expert_ids"], at["num_tokens_post_padded"]
+    codes = down_prefill.codes("workspace", plan.workspace.q, plan.align.max_blocks, p.N)
+    return [
+        _quantize_x(plan.quantize_x, p, given, at),
+        *_sort(plan.align, plan.align_problem, given, at),
+        Launch(
+            plan.gate_up,
+            (gate_up_prefill.weights(w1.shape, w1.strides), at["a"], at["a_scale"],
+             *_scale(c, "w1"), *blocks, at["q"], at["q_scale"], num_slots, *given.activation),
+        ),
+        Launch(
+            plan.down,
+            (down_prefill.weights(w2.shape, w2.strides), codes, at["q_scale"], *_scale(c, "w2"),
+             *blocks, at["d"], num_slots),
+        ),
+        _combine(plan.combine, p, c, given, at["d"]),
+    ]  # fmt: skip
+
+
+def _launches_of_any(
     p: planning.Problem, plan: planning.Plan, c: Checked, given: _Arguments
 ) -> list[Launch]:
     num_slots, (ids, expert_map) = p.M * p.topk, (given.ids, given.expert_map)
@@ -197,13 +228,8 @@ def _launches_of_many(
     slots, q, q_scale = at["slots"], at["q"], at["q_scale"]
     tiles = at["sorted_token_ids"], at["expert_ids"], at["num_tokens_post_padded"]
     return [
-        Launch(
-            plan.quantize,
-            (*given.x, given.weights, at["a"], at["a_scale"], p.K // GROUP_SIZE, 1, p.M, p.M),
-        ),
-        *align_launches(
-            plan.align, plan.align_problem, ids, expert_map, at["counts"], at["bases"], *tiles
-        ),
+        _quantize_x(plan.quantize, p, given, at),
+        *_sort(plan.align, plan.align_problem, given, at),
         Launch(
             plan.gemm1,
             (at["a"], at["a_scale"], *_weight(c, "w1", 2), *tiles, slots, num_slots),
@@ -215,17 +241,36 @@ def _launches_of_many(
              *given.activation),
         ),
         Launch(plan.gemm2, (q, q_scale, *_weight(c, "w2", 2), *tiles, slots, num_slots)),
-        Launch(
-            plan.combine,
-            (slots, given.weights, ids, expert_map, *given.out, p.M, p.num_experts,
-             p.num_local_experts, c.scalars.factor),
-        ),
+        _combine(plan.combine, p, c, given, slots),
     ]  # fmt: skip
+
+
+def _quantize_x(step: Step, p: planning.Problem, given: _Arguments, at: dict[str, At]) -> Launch:
+    codes = at["a"], at["a_scale"], p.K // GROUP_SIZE, 1, p.M, p.M
+    return Launch(step, (*given.x, given.weights, *codes))
+
+
+def _sort(
+    plan: moe_align_block_size.Plan,
+    problem: moe_align_block_size.Problem,
+    given: _Arguments,
+    at: dict[str, At],
+) -> tuple[Launch, ...]:
+    names = "counts", "bases", "sorted_token_ids", "expert_ids", "num_tokens_post_padded"
+    return align_launches(plan, problem, given.ids, given.expert_map, *(at[name] for name in names))
+
+
+def _combine(step: Step, p: planning.Problem, c: Checked, given: _Arguments, slots: At) -> Launch:
+    return Launch(
+        step,
+        (slots, given.weights, given.ids, given.expert_map, *given.out, p.M, p.num_experts,
+         p.num_local_experts, c.scalars.factor),
+    )  # fmt: skip
 
 
 def _parts(
     problem: planning.Problem, info: DeviceInfo, max_workspace_bytes: int | None
-) -> list[tuple[int, planning.Problem, planning.Plan | experts_decode.Plan]]:
+) -> list[tuple[int, planning.Problem, planning.AnyPlan]]:
     """First token, problem and plan of each part of a call; one part where memory allows it."""
     tokens = planning.tokens_per_call(problem, info, max_workspace_bytes)
     starts = range(0, max(1, problem.M), max(1, tokens))

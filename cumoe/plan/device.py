@@ -32,6 +32,11 @@ def has_dependent_launch(arch: str) -> bool:
     return arch != "sm_89"
 
 
+def has_wgmma(arch: str) -> bool:
+    """Whether warpgroups multiply from shared memory, and the copy engine reads tensor maps."""
+    return arch == "sm_90a"
+
+
 H200 = DeviceInfo("sm_90a", 132, 232_448)
 
 

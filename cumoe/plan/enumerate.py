@@ -153,7 +153,13 @@ def _fused_problems(layer: Layer, *, everything: bool) -> Iterator[fused.Problem
         "fp32", has_map=False, scale_format="fp32", clamp=False, scaled=False,
         weight_on_input=False, x_aligned=True, out_aligned=True,
     )  # fmt: skip
-    for choice in _choices(options):
+    choices = [*_choices(options)]
+    if everything:  # weights that no tensor map holds: their kernels do not depend on the rest
+        choices += _choices({
+            **options, "weight": ("fp32",), "weight_on_input": (False,), "x_aligned": (True,),
+            "out_aligned": (True,), "weights_mappable": (False,),
+        })  # fmt: skip
+    for choice in choices:
         problem = plain._replace(**choice)
         # Without a map, ids are those of the local experts.
         yield problem if problem.has_map else problem._replace(num_experts=layer.num_local_experts)

@@ -1,6 +1,7 @@
-"""Plan of fused_experts_fp8: for few tokens `experts_decode`, else eight launches.
+"""Plan of fused_experts_fp8: for few tokens `experts_decode`, for many `experts_prefill`.
 
-quantize x; sort slots (3); GEMM1; activate and quantize; GEMM2; combine.
+Where neither can run eight launches: quantize x; sort slots (3); GEMM1; activate and quantize;
+GEMM2; combine.
 """
 
 from __future__ import annotations
@@ -11,9 +12,10 @@ from typing import NamedTuple
 from cumoe.errors import ArgumentError
 from cumoe.plan import (
     experts_decode,
+    experts_ends,
+    experts_prefill,
     moe_align_block_size,
     moe_gemm_fp8,
-    moe_sum,
     per_token_group_quant_fp8,
     silu_and_mul_quant_fp8,
 )
@@ -44,6 +46,8 @@ class Problem(NamedTuple):
     out_aligned: bool
     down_contiguous: bool = True
     """Whether [K, N] of each expert in w2 is."""
+    weights_mappable: bool = True
+    """Whether tensor maps can hold w1 and w2: no stride is 0, negative, or 2^40 bytes."""
     whole_M: int | None = None
     """Tokens of the call that this is a part of: they choose the chain, so that parts and the whole
     give the same bytes. None where it is the whole."""
@@ -86,13 +90,20 @@ class Plan(NamedTuple):
         return (self.quantize, *align, *experts)
 
 
+AnyPlan = experts_decode.Plan | experts_prefill.Plan | Plan
+
+
 @lru_cache(4096)
-def plan(problem: Problem, device: DeviceInfo) -> Plan | experts_decode.Plan:
-    """The whole call. ``M`` chooses between the two chains, tiles and grids, nothing else."""
-    return experts_decode.plan(problem, device) or _plan_of_many(problem, device)
+def plan(problem: Problem, device: DeviceInfo) -> AnyPlan:
+    """The whole call. ``M`` chooses the chain for few tokens, tiles and grids, nothing else."""
+    return (
+        experts_decode.plan(problem, device)
+        or experts_prefill.plan(problem, device)
+        or _plan_of_any(problem, device)
+    )
 
 
-def _plan_of_many(problem: Problem, device: DeviceInfo) -> Plan:
+def _plan_of_any(problem: Problem, device: DeviceInfo) -> Plan:
     p, arch = problem, device.arch
     num_slots = p.M * p.topk
     block_m = moe_gemm_fp8.choose_block_m(num_slots, p.num_experts)
@@ -103,18 +114,7 @@ def _plan_of_many(problem: Problem, device: DeviceInfo) -> Plan:
     gemm1 = moe_gemm_fp8.Problem(align.max_blocks, 2 * p.N, p.K, p.topk, block_m)
     gemm2 = moe_gemm_fp8.Problem(align.max_blocks, p.K, p.N, 1, block_m)
     return Plan(
-        quantize=per_token_group_quant_fp8.plan(
-            per_token_group_quant_fp8.Problem(
-                p.M,
-                p.K,
-                "bf16",
-                p.scale_format,
-                packed=False,
-                aligned=p.x_aligned,
-                row_weight=p.weight if p.weight_on_input else None,
-            ),
-            arch,
-        ),
+        quantize=experts_ends.quantize_x(p, arch),
         align=align,
         align_problem=align_problem,
         gemm1=moe_gemm_fp8.plan(gemm1, device),
@@ -134,18 +134,7 @@ def _plan_of_many(problem: Problem, device: DeviceInfo) -> Plan:
             device,
         ),
         gemm2=moe_gemm_fp8.plan(gemm2, device),
-        combine=moe_sum.plan(
-            moe_sum.Problem(
-                p.M,
-                p.K,
-                p.topk,
-                None if p.weight_on_input else p.weight,
-                p.ids,
-                p.has_map,
-                p.out_aligned,
-            ),
-            arch,
-        ),
+        combine=experts_ends.combine(p, arch),
         block_m=block_m,
         workspace=workspace(p, align),
     )

@@ -37,3 +37,12 @@ def is_mappable(dims: tuple[int, ...], strides: tuple[int, ...]) -> bool:
     """
     outer = [s for n, s in zip(dims[1:], strides, strict=True) if n > 1]
     return 0 not in dims and all(0 < s < MAX_STRIDE and s % ALIGNMENT == 0 for s in outer)
+
+
+def matrices(
+    array: str, shape: tuple[int, ...], strides: tuple[int, ...], box_rows: int
+) -> TensorMap:
+    """[E, rows, columns] bytes with these strides, in boxes of `box_rows` by 128 of one matrix."""
+    E, rows, columns = shape
+    apart = strides[0] if E > 1 else rows * columns  # of one matrix it says nothing
+    return TensorMap(array, (columns, rows, E), (strides[1], apart), (128, box_rows, 1))

@@ -1,11 +1,11 @@
-"""Layers of a model's size on a torch device, and calls that must take the chain for few tokens."""
+"""Layers of a model's size on a torch device, and calls that must take one chain of kernels."""
 
 from __future__ import annotations
 
 import importlib
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
@@ -15,6 +15,7 @@ import torch
 import cumoe
 from cumoe.launch import device as gpu
 from cumoe.ops import _op
+from cumoe.plan import experts_decode, experts_prefill
 from cumoe.plan import fused_experts_fp8 as planning
 from cumoe.plan.enumerate import steps_in
 from cumoe.store import store
@@ -100,6 +101,19 @@ def alone(layer: Layer, t: Tokens) -> ExpertsCase:
     return ExpertsCase(experts, t.x, t.weights, compact)
 
 
+def spaced(t: torch.Tensor, last: int, filler: int) -> torch.Tensor:
+    """The same values in rows and experts that lie apart; bytes of ``filler`` between them."""
+    experts, rows, columns = t.shape
+    base = torch.full(
+        (experts, rows + 1, (columns + last) * t.element_size()), filler, dtype=torch.uint8,
+        device=t.device,
+    ).view(t.dtype)  # fmt: skip
+    view = base[:, :rows, :columns]
+    plain = torch.uint8 if t.element_size() == 1 else t.dtype
+    view.view(plain).copy_(t.view(plain))
+    return view
+
+
 def compile_all(problems: Iterable[planning.Problem]) -> None:
     """The kernels of these calls, by many threads."""
     info = gpu.info(0)
@@ -109,18 +123,34 @@ def compile_all(problems: Iterable[planning.Problem]) -> None:
 
 
 @contextmanager
-def few_tokens_only() -> Iterator[None]:
-    """Every call is planned anew; one that would take the chain for many tokens fails."""
+def only(chain: str) -> Iterator[None]:
+    """Every call is planned anew; one that would take another chain than this one fails.
 
-    def refused(problem: planning.Problem, device: object) -> None:
-        raise AssertionError(f"{problem.M} tokens take the chain for many")
+    "few" and "many" tokens, or "any" strides of the weights on any GPU.
+    """
+    real = planning.plan.__wrapped__
+
+    def planned(problem: planning.Problem, device: Any) -> planning.AnyPlan:
+        plan = real(problem, device)
+        taken = next(name for name, kind in CHAINS.items() if isinstance(plan, kind))
+        if taken != chain:
+            raise AssertionError(f"{problem.M} tokens take the chain for {taken}")
+        return plan
 
     try:
         forget_calls()
-        with patch.object(planning, "_plan_of_many", refused):
+        with patch.object(planning, "plan", planned):
             yield
     finally:
         forget_calls()
+
+
+CHAINS = {"few": experts_decode.Plan, "many": experts_prefill.Plan, "any": planning.Plan}
+
+
+def few_tokens_only() -> AbstractContextManager[None]:
+    """One that would not take the chain for few tokens fails."""
+    return only("few")
 
 
 def forget_calls() -> None:

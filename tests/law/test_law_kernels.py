@@ -31,14 +31,15 @@ def _code(parameter: str) -> str:
 
 
 def steps():
-    """One plan's steps of each kernel entry: few tokens and many."""
+    """One plan's steps of each kernel entry: few tokens, many, and weights with odd strides."""
     from cumoe.plan import fused_experts_fp8 as fused
 
     problem = fused.Problem(
         9, 512, 256, 8, 8, 2, "int32", "fp32", False, "fp32", True, False, False, True, True
     )
-    few, many = (fused.plan(problem._replace(M=m), H200).steps for m in (9, 4096))
-    return list({s.entry: s for s in (*few, *many)}.values())
+    many = problem._replace(M=4096)
+    calls = problem, many, many._replace(weights_mappable=False)
+    return list({s.entry: s for call in calls for s in fused.plan(call, H200).steps}.values())
 
 
 @pytest.mark.parametrize("step", steps(), ids=lambda s: s.entry)

@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cumoe.plan import experts_decode as decode
+from cumoe.plan import experts_prefill as prefill
 from cumoe.plan import fused_experts_fp8 as fused
 from cumoe.plan import moe_down_decode_fp8 as down
 from cumoe.plan import moe_gate_up_decode_fp8 as gate_up
@@ -221,7 +222,7 @@ def test_the_last_number_of_tokens(name):
     E, topk, K, N = MODELS[name]
     assert [M for M, _ in plans(name)] == list(range(1, ENDS[name] + 1))
     beyond = fused.plan(problem_of(E, topk, K, N, ENDS[name] + 1), H200)
-    assert isinstance(beyond, fused.Plan)
+    assert isinstance(beyond, prefill.Plan)
     assert isinstance(fused.plan(problem_of(E, topk, K, N), H200), decode.Plan)
 
 
@@ -369,4 +370,4 @@ def test_a_gpu_with_little_shared_memory_has_both():
 def test_weights_of_down_that_lie_apart_take_the_other_chain(problem):
     apart = problem._replace(down_contiguous=False)
     assert decode.plan(apart, H200) is None
-    assert isinstance(fused.plan(apart, H200), fused.Plan)
+    assert isinstance(fused.plan(apart, H200), prefill.Plan)
