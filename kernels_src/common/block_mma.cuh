@@ -55,3 +55,18 @@ DEVICE void multiply_block(float (&part)[M_TILES][N_TILES][4], LOW low, HIGH hig
         }
     }
 }
+
+// The same for one tile. low and high are the lane's addresses in rows lane_row() and lane_row() + 8,
+// columns(half) its codes of the column tile.
+template <class COLUMNS_OF>
+DEVICE void multiply_block(float (&part)[4], const u8* low, const u8* high, COLUMNS_OF columns) {
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+        const F16x16 column(columns(half)), upper(load_codes(low + half * 64)), lower(load_codes(high + half * 64));
+#pragma unroll
+        for (int j = 0; j < 8; j += 2) {
+            const u32 rows[4] = {upper.v[j], lower.v[j], upper.v[j + 1], lower.v[j + 1]};
+            mma_m16n8k16_f16(part, rows, column.v[j], column.v[j + 1]);
+        }
+    }
+}
