@@ -6,7 +6,10 @@
 //
 // Slots keep their order inside an expert (ranks come from lane order), so the result is a function
 // of the ids alone. A chunk is a multiple of 32 slots, chosen so that there are few hundred chunks.
+// Each of the last two may be scheduled while its predecessor runs: no __restrict__ there, since a load
+// marked as invariant could be moved above the wait.
 #include "common/routing.cuh"
+#include "ptx/pdl.cuh"
 
 static_assert(NUM_LOCAL_EXPERTS >= 1 && NUM_LOCAL_EXPERTS <= 4096, "the histogram fits in 16 KiB");
 static_assert(IDS == INT32_IDS || IDS == INT64_IDS, "topk_ids is int32 or int64");
@@ -26,6 +29,7 @@ extern "C" __global__ void __launch_bounds__(32) moe_align_block_size_count(
     i64 capacity,
     i64 max_blocks) {
     __shared__ i32 histogram[EXPERTS];
+    release_successor();
     const int lane = threadIdx.x;
     for (int e = lane; e < EXPERTS; e += 32) histogram[e] = 0;
     __syncwarp();
@@ -66,11 +70,13 @@ DEVICE i32 block_exclusive_sum(i32 value, i32& total) {
 }
 
 extern "C" __global__ void __launch_bounds__(1024) moe_align_block_size_scan(
-    i32* __restrict__ counts,                    // [chunks, EXPERTS], in place
-    i32* __restrict__ bases,                     // [EXPERTS]
-    i32* __restrict__ num_tokens_post_padded,    // [1]
+    i32* counts,                    // [chunks, EXPERTS], in place
+    i32* bases,                     // [EXPERTS]
+    i32* num_tokens_post_padded,    // [1]
     i64 chunks,
     i64 block_size) {
+    release_successor();
+    wait_for_predecessor();
     i32 base = 0;
     for (int first = 0; first < EXPERTS; first += 1024) {
         const int e = first + threadIdx.x;
@@ -93,17 +99,19 @@ extern "C" __global__ void __launch_bounds__(1024) moe_align_block_size_scan(
 }
 
 extern "C" __global__ void __launch_bounds__(32) moe_align_block_size_scatter(
-    const void* __restrict__ topk_ids,      // [num_slots] IDS type
-    const i32* __restrict__ expert_map,     // [num_experts] or unused
-    const i32* __restrict__ counts,         // [chunks, EXPERTS] first position inside the expert
-    const i32* __restrict__ bases,          // [EXPERTS]
-    i32* __restrict__ sorted_token_ids,     // [capacity]
-    i32* __restrict__ expert_ids,           // [max_blocks]
+    const void* topk_ids,      // [num_slots] IDS type
+    const i32* expert_map,     // [num_experts] or unused
+    const i32* counts,         // [chunks, EXPERTS] first position inside the expert
+    const i32* bases,          // [EXPERTS]
+    i32* sorted_token_ids,     // [capacity]
+    i32* expert_ids,           // [max_blocks]
     i64 num_slots,
     i64 chunk_slots,
     i64 num_experts,
     i64 block_size) {
     __shared__ i32 next[EXPERTS];
+    release_successor();
+    wait_for_predecessor();
     const int lane = threadIdx.x;
     for (int e = lane; e < EXPERTS; e += 32) next[e] = counts[i64(blockIdx.x) * EXPERTS + e];
     __syncwarp();

@@ -6,23 +6,27 @@
 // skipped, not multiplied by 0: their rows of d and their weights may hold anything.
 #include "common/routing.cuh"
 #include "common/vec.cuh"
+#include "ptx/pdl.cuh"
 
 static_assert(K % 8 == 0, "a thread owns 8 columns");
 static_assert(TOPK >= 1 && TOPK <= 64, "topk is 1 to 64");
 static_assert(WEIGHT >= -1 && WEIGHT <= FP32, "weights are absent (-1) or a FloatType");
 static_assert(IDS == INT32_IDS || IDS == INT64_IDS, "topk_ids is int32 or int64");
 
+// No __restrict__: a load marked as invariant could be moved above the wait for the predecessor.
 extern "C" __global__ void __launch_bounds__(256) moe_sum(
-    const u16* __restrict__ d,               // [M * TOPK, K] bf16
-    const void* __restrict__ topk_weights,   // [M, TOPK] WEIGHT type, or unused
-    const void* __restrict__ topk_ids,       // [M, TOPK] IDS type
-    const i32* __restrict__ expert_map,      // [num_experts] or unused
-    u16* __restrict__ out,                   // [M, K] bf16, rows out_row_stride apart
+    const u16* d,               // [M * TOPK, K] bf16
+    const void* topk_weights,   // [M, TOPK] WEIGHT type, or unused
+    const void* topk_ids,       // [M, TOPK] IDS type
+    const i32* expert_map,      // [num_experts] or unused
+    u16* out,                   // [M, K] bf16, rows out_row_stride apart
     i64 out_row_stride,                      // elements
     i64 M,
     i64 num_experts,
     i64 num_local_experts,
     float factor) {
+    release_successor();
+    wait_for_predecessor();
     const i64 thread = i64(blockIdx.x) * blockDim.x + threadIdx.x;
     const i64 token = thread / (K / 8);
     const int column = int(thread % (K / 8)) * 8;

@@ -29,15 +29,19 @@ extern "C" __global__ void __launch_bounds__(THREADS) per_token_group_quant_fp8(
     i64 scale_row_stride,                  // elements
     i64 scale_group_stride,                // elements
     i64 M,
-    i64 M_padded) {
+    i64 M_padded,
+    i64 late) {               // whether no predecessor writes x: then it is waited for at the end
     release_successor();
-    wait_for_predecessor();
+    if (!late) wait_for_predecessor();
     // The row of the CTA's first item in 64 bits, the rest in 32.
     const i64 first = i64(blockIdx.x) * (THREADS / LANES);
     const u32 item = u32(first % GROUPS_PADDED) + threadIdx.x / LANES;
     const i64 row = first / GROUPS_PADDED + item / GROUPS_PADDED;
     const int group = item % GROUPS_PADDED;
-    if (row >= M_padded) return;
+    if (row >= M_padded) {
+        if (late) wait_for_predecessor();
+        return;
+    }
 
     float s = 0.0f;
     if (row < M && group < GROUPS) {
@@ -68,4 +72,5 @@ extern "C" __global__ void __launch_bounds__(THREADS) per_token_group_quant_fp8(
     }
     if (L::index() == 0)
         store_scale<PACKED>(scale, row, group, scale_row_stride, scale_group_stride, s);
+    if (late) wait_for_predecessor();
 }

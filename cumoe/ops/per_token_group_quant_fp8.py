@@ -108,7 +108,7 @@ def _checked(
         and starts[1] % 8 == 0,
     )
     step = planning.plan(problem, device.info(where.ordinal).arch)
-    arguments = At("x"), row_stride, 0, At("out"), At("out_scale"), *layout.strides, M, rows
+    arguments = At("x"), row_stride, 0, At("out"), At("out_scale"), *layout.strides, M, rows, 0
     return Call(plain._asdict(), (Launch(step, arguments),), made)
 
 

@@ -1,6 +1,9 @@
 """Plan of fused_experts_fp8 for many tokens on a GPU with wgmma: seven launches.
 
-quantize x; sort slots (3); gate, up, activation and its quantization; down; combine.
+Sort slots (3); quantize x; gate, up, activation and its quantization; down; combine. Each launch
+but the first may be scheduled while its predecessor runs, and waits before it reads. The quantizer
+of x, which reads nothing that the sort writes, does its work beside that, and waits for it at its
+end. So the first launch must not overlap its own predecessor.
 """
 
 from __future__ import annotations
@@ -42,9 +45,9 @@ class Workspace(NamedTuple):
 class Plan(NamedTuple):
     """The launches in their order, and the workspace they share."""
 
-    quantize_x: Step
     align: moe_align_block_size.Plan
     align_problem: moe_align_block_size.Problem
+    quantize_x: Step
     gate_up: Step
     down: Step
     combine: Step
@@ -54,7 +57,7 @@ class Plan(NamedTuple):
     def steps(self) -> tuple[Step, ...]:
         """Every launch, in order."""
         align = (self.align.count_slots, self.align.scan_counts, self.align.scatter_slots)
-        return (self.quantize_x, *align, self.gate_up, self.down, self.combine)
+        return (*align, self.quantize_x, self.gate_up, self.down, self.combine)
 
 
 @lru_cache(4096)
@@ -70,9 +73,9 @@ def plan(problem: Problem, device: DeviceInfo) -> Plan | None:
     blocks = align.max_blocks
     first = gate_up.Problem(p.K, p.N, p.topk, p.scale_format, p.clamp, p.scaled, blocks)
     return Plan(
-        experts_ends.quantize_x(p, arch),
         align,
         align_problem,
+        experts_ends.quantize_x(p, arch),
         gate_up.plan(first, device),
         down.plan(down.Problem(p.K, p.N, blocks), device),
         experts_ends.combine(p, arch),

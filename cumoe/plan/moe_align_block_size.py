@@ -6,6 +6,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from cumoe.plan.codes import ID_TYPE
+from cumoe.plan.device import has_dependent_launch
 from cumoe.plan.scales import ceil_to
 from cumoe.plan.spec import LaunchSpec, Step, kernel_spec
 
@@ -73,11 +74,12 @@ def plan(problem: Problem, arch: str) -> Plan:
         MAP=p.has_map,
     )
 
-    def step(name: str, grid: int, block: int, abi: str) -> Step:
-        return Step(kernel, f"moe_align_block_size_{name}", LaunchSpec(grid, block), abi)
+    def step(name: str, grid: int, block: int, abi: str, overlap: bool = True) -> Step:
+        launch = LaunchSpec(grid, block, overlap=overlap and has_dependent_launch(arch))
+        return Step(kernel, f"moe_align_block_size_{name}", launch, abi)
 
     return Plan(
-        count_slots=step("count", chunks, WARP, COUNT_ABI),
+        count_slots=step("count", chunks, WARP, COUNT_ABI, overlap=False),
         scan_counts=step("scan", 1, 1024, SCAN_ABI),
         scatter_slots=step("scatter", chunks, WARP, SCATTER_ABI),
         chunks=chunks,

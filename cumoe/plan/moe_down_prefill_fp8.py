@@ -65,7 +65,7 @@ def plan(problem: Problem, device: DeviceInfo) -> Step:
         RESIDENT=is_resident,
     )
     grid = min(device.num_sms, p.max_blocks * (tiles // item_tiles))
-    launch = LaunchSpec(grid, THREADS, _smem_bytes(p.N, is_resident))
+    launch = LaunchSpec(grid, THREADS, _smem_bytes(p.N, is_resident), overlap=True)
     return Step(kernel, "moe_down_prefill_fp8", launch, ABI)
 
 

@@ -61,4 +61,5 @@ def plan(problem: Problem, device: DeviceInfo) -> Step:
         STAGES=STAGES,
     )
     grid = min(device.num_sms, p.max_blocks * (2 * p.N // BLOCK_N))
-    return Step(kernel, "moe_gate_up_prefill_fp8", LaunchSpec(grid, THREADS, SMEM_BYTES), ABI)
+    launch = LaunchSpec(grid, THREADS, SMEM_BYTES, overlap=True)
+    return Step(kernel, "moe_gate_up_prefill_fp8", launch, ABI)

@@ -6,6 +6,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from cumoe.plan.codes import ABSENT, FLOAT_TYPE, ID_TYPE
+from cumoe.plan.device import has_dependent_launch
 from cumoe.plan.spec import LaunchSpec, Step, kernel_spec
 
 ABI = "PPPPPqqqqf"
@@ -42,4 +43,6 @@ def plan(problem: Problem, arch: str) -> Step:
         ALIGNED=p.aligned,
     )
     threads = p.M * (p.K // COLUMNS_PER_THREAD)
-    return Step(kernel, "moe_sum", LaunchSpec(-(-threads // THREADS), THREADS), ABI)
+    overlap = has_dependent_launch(arch)
+    launch = LaunchSpec(-(-threads // THREADS), THREADS, overlap=overlap)
+    return Step(kernel, "moe_sum", launch, ABI)

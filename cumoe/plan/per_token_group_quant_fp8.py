@@ -10,7 +10,7 @@ from cumoe.plan.device import has_dependent_launch
 from cumoe.plan.scales import GROUP_SIZE, ceil_to
 from cumoe.plan.spec import LaunchSpec, Step, kernel_spec
 
-ABI = "PqPPPqqqq"
+ABI = "PqPPPqqqqq"
 SMALL_GROUPS = 2048
 """Largest call, in groups of 128, for a warp a group: more lanes, a shorter latency."""
 SMALL_THREADS, LARGE_THREADS = 128, 256

@@ -167,7 +167,7 @@ def test_a_call_like_one_before_runs_with_its_own_addresses(warm, monkeypatch):
         assert scale is outputs["out_scale"]
     ((entry, stream, words),) = warm.launches[-1:]
     assert (entry, stream) == ("per_token_group_quant_fp8", 0)
-    assert words == [x.data_ptr(), 256, 0, q.data_ptr(), scale.data_ptr(), 2, 1, 4, 4]
+    assert words == [x.data_ptr(), 256, 0, q.data_ptr(), scale.data_ptr(), 2, 1, 4, 4, 0]
 
 
 def test_each_op_runs_at_once(gpu, monkeypatch):
@@ -202,7 +202,7 @@ def test_a_region_of_an_array_moves_with_it(gpu, monkeypatch):
         kept.append(make(*sizes, **options))
         return kept[-1]
 
-    for name in ("empty", "empty_strided"):
+    for name in ("empty", "empty_strided", "zeros"):
         monkeypatch.setattr(torch, name, partial(empty, getattr(torch, name)))
     cumoe.moe_align_block_size(ids, 16, 8)
     cumoe.moe_align_block_size(ids.clone(), 16, 8)
@@ -428,7 +428,7 @@ def test_lent_arrays_run_at_once_with_their_own_addresses(lending_gpu, monkeypat
     monkeypatch.setattr(quant._op, "_check", None)
     x, out, out_scale = (a.array.data_ptr() for a in call())
     assert [len(visit.lent) for visit in dlpack.gpu.made] == [3, 3]
-    assert lending_gpu.launches[-1][2] == [x, 256, 0, out, out_scale, 2, 1, 4, 4]
+    assert lending_gpu.launches[-1][2] == [x, 256, 0, out, out_scale, 2, 1, 4, 4, 0]
     with pytest.raises(TypeError):  # looked at anew
         call(rows=5)
 
