@@ -23,7 +23,8 @@ COMPOSED = "fused_experts_fp8"
 """The op without a kernel of its own: plans and sequences of launches."""
 CHAINS = (
     "plan/fused_experts_fp8.py", "plan/experts_decode.py", "plan/experts_prefill.py",
-    "plan/experts_ends.py", "plan/slot_table.py", "plan/tensor_map.py", "plan/wgmma_tile.py",
+    "plan/experts_tiny.py", "plan/experts_ends.py", "plan/small_table.py", "plan/decode_tile.py",
+    "plan/tensor_map.py", "plan/wgmma_tile.py",
     "plan/workspace.py", "ops/fused_experts_fp8.py",
 )  # fmt: skip
 

@@ -1,141 +1,174 @@
 // moe_down_decode_fp8: the second half of the experts for few tokens, at the speed of the weights.
 //
-//   q, qs      = group quantization of y (QUANTIZE), or given; both in the order of the experts
-//   d[slot, k] = bf16( sum over 128-blocks nb of N of qs[place, nb] * w_scale[e, k / 128, nb]
-//                                                     * (q[place, nb] . w[e, k, nb]) )
-//   out[m, k]  = bf16( factor * sum over j, ascending, of weight[m, j] * d[m * TOPK + j, k] )
+//   d[place, k] = bf16( sum over 128-blocks nb of N of q_scale[place, nb] * w_scale[e, k / 128, nb]
+//                                                       * (q[place, nb] . w[e, k, nb]) )
+//   out[m, k]   = bf16( factor * sum over j, ascending, of weight[m, j] * d[place of slot (m, j), k] )
 //
-// Output-stationary: a CTA owns some columns k of out, streams those rows of all active experts past the
-// slots of each, keeps d in shared memory and combines it there, in passes of 16 PASS_TILES columns so
-// that d fits. Within a pass a warp takes every WARPS-th item, 16 ITEM_TILES
-// rows for one chunk of an expert's slots, STAGE_BLOCKS 128-blocks of N at a time, and streams its own
-// weights ahead of itself. Weights are requested before the predecessor has ended: it does not write them.
-#include "common/block_mma.cuh"
-#include "common/quantize_rows.cuh"
-#include "common/slot_table.cuh"
-#include "common/weight_ring.cuh"
+// Output-stationary: in each pass a CTA owns ROWS columns of out, streams those rows of all active experts
+// past the slots of each, keeps d, as far as it fits in shared memory, and combines it. Weights are the M
+// of wgmma, 64 rows of which the last 64 - ROWS are whatever lies behind and go nowhere. Two warpgroups
+// take the chunks in turns, each with its own ring of stages. One warp has the copy engine fill them with
+// weights, another with slots, a third fetches scales, a fourth what the combine reads.
+// Weights are requested before the predecessor has ended: it does not write them.
+#include "common/bf16x2.cuh"
+#include "common/decode_tile.cuh"
+#include "common/vec.cuh"
+#include "ptx/barrier.cuh"
+#include "ptx/bulk_copy.cuh"
+#include "ptx/cp_async.cuh"
 #include "ptx/pdl.cuh"
 
 static_assert(K % BLOCK_K == 0 && N % (BLOCK_K * STAGE_BLOCKS) == 0, "whole scale blocks and stages");
-static_assert(PASS_TILES % ITEM_TILES == 0, "whole items");
-static_assert(EXPERTS < NO_EXPERT && MAX_SLOTS < 1 << 16, "experts and slots are 16-bit numbers");
-static_assert(MAX_SLOTS % TOPK == 0, "room for whole tokens");
+static_assert(ROWS % 16 == 0 && ROWS <= 64, "whole stripes of a warp");
+static_assert(MAX_SLOTS < 0xFFFF, "places are 16-bit numbers");
 
-constexpr int THREADS = 32 * WARPS;
-constexpr int COLUMNS = 8 * N_TILES;
-constexpr int N_BLOCKS = N / BLOCK_K;
-constexpr int STEPS = N_BLOCKS / STAGE_BLOCKS;
-constexpr int PASS_ROWS = 16 * PASS_TILES;
-constexpr int ITEMS_PER_CHUNK = PASS_TILES / ITEM_TILES;   // within a pass
-constexpr int ITEM_ROWS = 16 * ITEM_TILES;
-constexpr int ROW_BYTES = STAGE_BLOCKS * BLOCK_K;   // of a stage
-constexpr int Q_STRIDE = N + ROW_PADDING;
+constexpr int CONSUMERS = 256, THREADS = CONSUMERS + 128;
+constexpr int N_BLOCKS = N / BLOCK_K, STEPS = N_BLOCKS / STAGE_BLOCKS;
+constexpr int A_BYTES = ROWS * BLOCK_K, STAGE_BYTES = STAGE_BLOCKS * (A_BYTES + N_TILES * TILE);
+constexpr int PITCH = scale_pitch(N_BLOCKS);
+constexpr int HEADS = 8;                            // of a warpgroup
+constexpr int HEAD_FLOATS = COLUMNS * PITCH + 4 * N_BLOCKS;
+constexpr int PAIRS = ROWS / 2;                     // of d: rows r and r + 8 of a stripe
+constexpr u16 NOWHERE = 0xFFFF;
 
-typedef WeightRing<STAGES, ITEM_ROWS * ROW_BYTES> Ring;
+// The two warpgroups' places in their rings, of which `mine` is that of the current chunk.
+template <int COUNT>
+struct Rings {
+    Ring<COUNT> mine, other;
+    int warpgroup = 0;
 
-struct Arguments {
-    const u8* w;               // [EXPERTS, K, N] e4m3
-    i64 w_expert_stride;
-    const float* w_scale;      // [EXPERTS, K / 128, N / 128]
-    i64 w_scale_expert_stride, w_scale_k_stride, w_scale_n_stride;
-    const void* topk_weights;  // [M, TOPK]
-    u16* out;                  // [M, K] bf16
-    i64 out_row_stride;
-    float factor;
-};
-
-// The first column of a CTA's pass. The last CTAs may have passes beyond K.
-DEVICE int first_column(int passes, int pass) { return (int(blockIdx.x) * passes + pass) * PASS_ROWS; }
-
-// Where a warp is: its stages of a pass in order, pass after pass.
-struct Cursor {
-    int items, passes;         // of a pass; of the CTA
-    int pass, item, step;
-
-    DEVICE Cursor(int items, int passes)
-        : items(items), passes(int(threadIdx.x / 32) < items ? passes : 0), pass(0), item(threadIdx.x / 32), step(0) {}
-    DEVICE void advance() {
-        if (++step < STEPS) return;
-        step = 0, item += WARPS;
-        if (item >= items) item = threadIdx.x / 32, pass++;
+    DEVICE int stage() const { return warpgroup * COUNT + mine.stage; }
+    DEVICE void next_chunk() {
+        const Ring<COUNT> was = mine;
+        mine = other, other = was, warpgroup ^= 1;
     }
-    DEVICE bool more() const { return pass < passes; }
-    DEVICE int chunk() const { return item / ITEMS_PER_CHUNK; }
-    DEVICE int tile() const { return item % ITEMS_PER_CHUNK * ITEM_TILES; }  // of the pass
-    DEVICE int row() const { return first_column(passes, pass) + tile() * 16; }
 };
 
-// The slots' codes and all scales of a stage, as this lane needs them.
-struct Operands {
-    uint4 codes[STAGE_BLOCKS][N_TILES][2];
-    float slot_scale[STAGE_BLOCKS][N_TILES][2];
-    float w_scale[STAGE_BLOCKS][ITEM_TILES];
+struct Shared {
+    u32 stages, full, empty;             // [2][STAGES]
+    float* heads;                        // [2][HEADS][HEAD_FLOATS]: a chunk's scales, then those of 4 stripes of w
+    u32 head_full, head_empty;
+    Chunk* chunks;
+    float* weights;                      // [MAX_SLOTS] of the slots
+    u16* places;                         // [MAX_SLOTS] of the slots
+    u32* d;                              // [SHARED_SLOTS, PAIRS]
 
-    // Codes and scales from the place of the chunk's first slot on, CODE_STRIDE bytes a slot.
-    template <int CODE_STRIDE>
-    DEVICE void load_slots(const Chunk& chunk, const Cursor& at, const u8* from, const float* scales) {
+    DEVICE explicit Shared(u8* smem) {
+        stages = smem_address(smem);
+        heads = reinterpret_cast<float*>(smem + 2 * STAGES * STAGE_BYTES);
+        u64* barriers = reinterpret_cast<u64*>(heads + 2 * HEADS * HEAD_FLOATS);
+        full = smem_address(barriers), empty = full + 2 * STAGES * 8;
+        head_full = empty + 2 * STAGES * 8, head_empty = head_full + 2 * HEADS * 8;
+        chunks = reinterpret_cast<Chunk*>(barriers + 4 * (STAGES + HEADS));
+        weights = reinterpret_cast<float*>(reinterpret_cast<u8*>(chunks) + chunks_bytes<EXPERTS, MAX_SLOTS, COLUMNS>());
+        places = reinterpret_cast<u16*>(weights + MAX_SLOTS);
+        d = reinterpret_cast<u32*>(places + ceil_div(MAX_SLOTS, 8) * 8);
+    }
+    DEVICE void init() const {
+        for (int s = 0; s < 2 * STAGES; s++) mbarrier_init(full + s * 8, 2), mbarrier_init(empty + s * 8, 4);
+        for (int s = 0; s < 2 * HEADS; s++) mbarrier_init(head_full + s * 8, 1 + 32), mbarrier_init(head_empty + s * 8, 4);
+        mbarrier_init_fence();
+    }
+};
+
+// d of a place: the first SHARED_SLOTS lie in shared memory.
+struct Sums {
+    u32 *shared, *global;
+
+    DEVICE u32* operator[](int place) const {
+        if constexpr (SHARED_SLOTS >= MAX_SLOTS) return shared + place * PAIRS;
+        return place < SHARED_SLOTS ? shared + place * PAIRS : global + i64(place - SHARED_SLOTS) * PAIRS;
+    }
+};
+
+// One chunk, by a warpgroup: products, and d to memory.
+template <int TILES>
+DEVICE void run_chunk(const Chunk& chunk, const Shared& shared, Rings<STAGES>& at, const float* scales, const Sums& d) {
+    const int warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
+    float sum[4 * TILES] = {}, acc[STAGE_BLOCKS][4 * TILES] = {};
+    const float *column = scales + lane % 4 * 2 * PITCH, *stripe = scales + COLUMNS * PITCH + warp * N_BLOCKS;
+    for (int step = 0; step < STEPS; step++, at.mine.advance()) {
+        const u32 a = shared.stages + at.stage() * STAGE_BYTES, b = a + STAGE_BLOCKS * A_BYTES;
+        mbarrier_wait(shared.full + at.stage() * 8, at.mine.parity);
+        wgmma_fence();
+#pragma unroll
+        for (int i = 0; i < STAGE_BLOCKS; i++) multiply_block<TILES, STAGE_BLOCKS>(acc[i], a + i * A_BYTES, b + i * TILE);
+        wgmma_commit();
+#pragma unroll
+        for (int i = 0; i < STAGE_BLOCKS; i++) wgmma_wait(acc[i]);
+        if (lane == 0) mbarrier_arrive(shared.empty + at.stage() * 8);
 #pragma unroll
         for (int i = 0; i < STAGE_BLOCKS; i++) {
-            const int nb = at.step * STAGE_BLOCKS + i;
+            const int nb = step * STAGE_BLOCKS + i;
 #pragma unroll
-            for (int t = 0; t < N_TILES; t++) {
-                const int row = t * 8 + lane_row(), column = t * 8 + lane_id() % 4 * 2;
-#pragma unroll
-                for (int half = 0; half < 2; half++)
-                    if (row < chunk.count)
-                        codes[i][t][half] = load_codes(from + row * CODE_STRIDE + nb * BLOCK_K + half * 64 + lane_byte());
-#pragma unroll
-                for (int c = 0; c < 2; c++)
-                    slot_scale[i][t][c] = scales[min(column + c, chunk.count - 1) * N_BLOCKS + nb];
-            }
+            for (int j = 0; j < 4 * TILES; j++)
+                sum[j] = fmaf(column[(j / 4 * 8 + j % 2) * PITCH + nb] * stripe[nb], acc[i][j], sum[j]);
         }
     }
-
-    DEVICE void load_weight_scales(const Arguments& p, const Chunk& chunk, const Cursor& at) {
-        const float* from = p.w_scale + chunk.expert * p.w_scale_expert_stride;
+    if (warp * 16 >= ROWS) return;
 #pragma unroll
-        for (int m = 0; m < ITEM_TILES; m++) {
-            const float* row = from + min(at.row() + m * 16, K - 1) / BLOCK_K * p.w_scale_k_stride;
+    for (int t = 0; t < TILES; t++) {
 #pragma unroll
-            for (int i = 0; i < STAGE_BLOCKS; i++)
-                w_scale[i][m] = row[(at.step * STAGE_BLOCKS + i) * p.w_scale_n_stride];
+        for (int c = 0; c < 2; c++) {
+            const int slot = t * 8 + lane % 4 * 2 + c;
+            if (slot < chunk.count)
+                d[chunk.first + slot][warp * 8 + lane / 4] = round_bf16x2(sum[4 * t + c], sum[4 * t + c + 2]);
         }
-    }
-};
-
-// Adds up the slots of each token for the columns of a pass, from `first` on: two columns a thread.
-DEVICE void combine(const Arguments& p, const SlotTable& table, const u32* d, int first) {
-    constexpr int PAIRS = PASS_ROWS / 2;
-    for (int i = threadIdx.x; i < table.num_slots / TOPK * PAIRS; i += THREADS) {
-        const int token = i / PAIRS, pair = i % PAIRS, column = first + pair * 2;
-        if (column >= K) continue;
-        float low = 0.0f, high = 0.0f;
-#pragma unroll
-        for (int j = 0; j < TOPK; j++) {
-            const int slot = token * TOPK + j;
-            if (table.expert_of[slot] == NO_EXPERT) continue;
-            const float w = WEIGHT >= 0 ? load_float<WEIGHT>(p.topk_weights, slot) : 1.0f;
-            const u32 v = d[slot * PAIRS + pair];
-            low = low + w * low_f32(v), high = high + w * high_f32(v);
-        }
-        const u32 v[1] = {round_bf16x2(low * p.factor, high * p.factor)};
-        store_bf16x2<ALIGNED>(p.out + token * p.out_row_stride + column, v);
     }
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS) moe_down_decode_fp8(
-    const u16* y,                   // [num_slots, N] bf16, if QUANTIZE
-    const u8* q,                    // [num_slots, N] e4m3, else
-    const float* q_scale,           // [num_slots, N / 128]
+// The same with the fewest columns, of 8, 16, 32, that hold the chunk.
+template <int MOST, class... Rest>
+DEVICE void run_chunk_of(const Chunk& chunk, Rest&... rest) {
+    if constexpr (MOST > 1) {
+        if (tiles_of(chunk) <= MOST / 2) return run_chunk_of<MOST / 2>(chunk, rest...);
+    }
+    run_chunk<MOST>(chunk, rest...);
+}
+
+// Adds up the slots of each token for the columns of a pass, from `first` on: 4 pairs a thread.
+DEVICE void combine(const Shared& shared, const Sums& d, int tokens, int first, u16* out, i64 out_row_stride, float factor) {
+    constexpr int QUADS = PAIRS / 4;
+    for (int i = threadIdx.x; i < tokens * QUADS; i += CONSUMERS) {
+        const int token = i / QUADS, quad = i % QUADS, k = first + quad / 2 * 16 + quad % 2 * 4;
+        if (k >= K) continue;
+        const u16* places = shared.places + token * TOPK;
+        uint4 v[TOPK];
+#pragma unroll
+        for (int j = 0; j < TOPK; j++)
+            if (places[j] != NOWHERE) v[j] = *reinterpret_cast<const uint4*>(d[places[j]] + quad * 4);
+        float low[4] = {}, high[4] = {};
+#pragma unroll
+        for (int j = 0; j < TOPK; j++) {
+            if (places[j] == NOWHERE) continue;
+            const float w = shared.weights[token * TOPK + j];
+            const u32 pairs[4] = {v[j].x, v[j].y, v[j].z, v[j].w};
+#pragma unroll
+            for (int c = 0; c < 4; c++) low[c] = low[c] + w * low_f32(pairs[c]), high[c] = high[c] + w * high_f32(pairs[c]);
+        }
+        u16* to = out + token * out_row_stride + k;
+#pragma unroll
+        for (int c = 0; c < 4; c += 2) {
+            const u32 lows[1] = {round_bf16x2(low[c] * factor, low[c + 1] * factor)};
+            const u32 highs[1] = {round_bf16x2(high[c] * factor, high[c + 1] * factor)};
+            store_bf16x2<ALIGNED>(to + c, lows), store_bf16x2<ALIGNED>(to + c + 8, highs);
+        }
+    }
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, 1) moe_down_decode_fp8(
+    const __grid_constant__ TensorMap w_map,    // w [E, N / 128, K, 128] e4m3, boxes of STAGE_BLOCKS by ROWS
+    const __grid_constant__ TensorMap q_map,    // q [N / 128, num_slots, 128] e4m3, boxes of STAGE_BLOCKS by 8 slots
+    const float* q_scale,           // [num_slots, PITCH]
     const void* topk_ids,           // [M, TOPK] IDS type
     const void* topk_weights,       // [M, TOPK] WEIGHT type, or unused
     const i32* expert_map,          // [num_experts] or unused
-    const u8* w,                    // [EXPERTS, K, N] e4m3, [K, N] contiguous
-    i64 w_expert_stride,            // bytes, a multiple of 16
+    const i32* place_of_slot,       // [num_slots], -1 for none
     const float* w_scale,           // [EXPERTS, K / 128, N / 128], any strides
     i64 w_scale_expert_stride,      // elements
     i64 w_scale_k_stride,           // elements
     i64 w_scale_n_stride,           // elements
+    u32* d_memory,                  // [gridDim.x, num_slots - SHARED_SLOTS, PAIRS] if that is positive
     u16* out,                       // [M, K] bf16
     i64 out_row_stride,             // elements
     i64 num_slots,                  // M * TOPK, at most MAX_SLOTS
@@ -143,114 +176,97 @@ extern "C" __global__ void __launch_bounds__(THREADS) moe_down_decode_fp8(
     i64 num_local_experts,
     i64 passes,                     // of a CTA
     float factor) {
-    extern __shared__ __align__(128) u8 smem[];
-    const Arguments p{w, w_expert_stride, w_scale, w_scale_expert_stride, w_scale_k_stride, w_scale_n_stride, topk_weights, out,
-                      out_row_stride, factor};
-    const int warp = threadIdx.x / 32, slots = int(num_slots);
-    u64* barriers = reinterpret_cast<u64*>(smem + WARPS * Ring::BYTES);
-    u8* d = reinterpret_cast<u8*>(barriers + ceil_div(WARPS * STAGES, 2) * 2);  // [num_slots, PASS_ROWS] bf16
-    u8* table_at = d + MAX_SLOTS * PASS_ROWS * 2;
-    const SlotTable table = slot_table_at<EXPERTS, MAX_SLOTS>(table_at, slots);
-    u8* codes = table_at + slot_table_bytes<EXPERTS, MAX_SLOTS>();
-    float* scales = reinterpret_cast<float*>(codes + MAX_SLOTS * Q_STRIDE);
-
+    extern __shared__ __align__(1024) u8 smem[];
+    const Shared shared(smem);
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, slots = int(num_slots);
+    if (threadIdx.x == 0) prefetch_tensor_map(w_map), prefetch_tensor_map(q_map), shared.init();
     release_successor();
-    Ring ring(smem, barriers);
-    const bool few = slots <= FEW_SLOTS;
-    if (few) {
-        if (warp == 0) make_small_table<COLUMNS, IDS, MAP>(table, topk_ids, expert_map, num_experts, num_local_experts);
-        __syncthreads();
-    } else {
-        list_chunks<THREADS, EXPERTS, COLUMNS, IDS, MAP>(table, topk_ids, expert_map, num_experts, num_local_experts);
-    }
-    const int num_chunks = *table.num_chunks, items = num_chunks * ITEMS_PER_CHUNK;
-    const auto fill = [&](const Cursor& at, int stage) {
-        const int rows = max(0, min(ITEM_ROWS, K - at.row()));
-        const u8* from = p.w + table.chunks[at.chunk()].expert * p.w_expert_stride + i64(at.row()) * N;
-        if constexpr (STEPS == 1) {
-            ring.fill(stage, rows * N, from);
-        } else {
-            ring.fill_rows(stage, rows, ROW_BYTES, from + at.step * ROW_BYTES, N);
+    const int num_chunks = list_chunks<THREADS, EXPERTS, MAX_SLOTS, COLUMNS, IDS, MAP>(
+        shared.chunks, topk_ids, slots, expert_map, num_experts, num_local_experts);
+    const auto first_column = [&](int pass) { return (int(blockIdx.x) * int(passes) + pass) * ROWS; };
+    Rings<STAGES> at;
+    Rings<HEADS> head;
+
+    if (warp == CONSUMERS / 32) {  // loads weights
+        if (lane == 0) {
+            const u64 policy = evict_first();
+            for (int pass = 0; pass < passes; pass++) {
+                for (int c = 0; c < num_chunks; c++, at.next_chunk()) {
+                    for (int step = 0; step < STEPS; step++, at.mine.advance()) {
+                        const u32 barrier = shared.full + at.stage() * 8;
+                        mbarrier_wait(shared.empty + at.stage() * 8, at.mine.parity ^ 1);
+                        mbarrier_arrive_expect(barrier, STAGE_BLOCKS * A_BYTES);
+                        copy_box_4d(shared.stages + at.stage() * STAGE_BYTES, w_map, 0, first_column(pass), step * STAGE_BLOCKS,
+                                    shared.chunks[c].expert, barrier, policy);
+                    }
+                }
+            }
         }
-    };
-    Cursor ahead(items, int(passes)), soon = ahead;
-    for (int s = 0; s < STAGES && ahead.more(); s++) fill(ahead, s), ahead.advance();
-    Operands next;
-    if (soon.more()) next.load_weight_scales(p, table.chunks[soon.chunk()], soon);
-    if (!few) group_slots<THREADS>(table);
+        wait_for_predecessor();
+        return;
+    }
     wait_for_predecessor();
-    if constexpr (QUANTIZE) {
-        const Chunk last = table.chunks[max(0, num_chunks - 1)];
-        quantize_rows<THREADS, N_BLOCKS, Q_STRIDE, UE8M0>(
-            num_chunks ? last.first + last.count : 0, [&](int i) { return y + i64(i) * N; }, codes, scales);
-        __syncthreads();
+    if (warp == CONSUMERS / 32 + 1) {  // loads slots
+        if (lane) return;
+        for (int pass = 0; pass < passes; pass++) {
+            for (int c = 0; c < num_chunks; c++, at.next_chunk()) {
+                for (int step = 0; step < STEPS; step++, at.mine.advance()) {
+                    mbarrier_wait(shared.empty + at.stage() * 8, at.mine.parity ^ 1);
+                    load_slots<STAGE_BLOCKS>(shared.stages + at.stage() * STAGE_BYTES + STAGE_BLOCKS * A_BYTES, q_map,
+                                             shared.chunks[c], step * STAGE_BLOCKS, shared.full + at.stage() * 8);
+                }
+            }
+        }
+        return;
+    }
+    if (warp == CONSUMERS / 32 + 2) {  // loads scales
+        for (int pass = 0; pass < passes; pass++) {
+            for (int c = 0; c < num_chunks; c++, head.mine.advance(), head.next_chunk()) {
+                const Chunk chunk = shared.chunks[c];
+                const u32 barrier = shared.head_full + head.stage() * 8;
+                const u32 to = smem_address(shared.heads + head.stage() * HEAD_FLOATS);
+                mbarrier_wait(shared.head_empty + head.stage() * 8, head.mine.parity ^ 1);
+                __syncwarp();
+                if (lane == 0) {
+                    mbarrier_arrive_expect(barrier, chunk.count * PITCH * 4);
+                    bulk_copy(to, q_scale + i64(chunk.first) * PITCH, chunk.count * PITCH * 4, barrier);
+                }
+                for (int i = lane; i < 4 * N_BLOCKS; i += 32) {
+                    const int row = min(first_column(pass) + i / N_BLOCKS * 16, K - 1);
+                    cp_async_4(to + (COLUMNS * PITCH + i) * 4, w_scale + chunk.expert * w_scale_expert_stride +
+                                                                   row / BLOCK_K * w_scale_k_stride + i % N_BLOCKS * w_scale_n_stride);
+                }
+                mbarrier_arrive_after_copies(barrier);
+            }
+        }
+        cp_async_wait_all();
+        return;
+    }
+    if (warp == CONSUMERS / 32 + 3) {  // loads what the combine reads
+        for (int s = lane; s < slots; s += 32) {
+            shared.places[s] = u16(place_of_slot[s]);
+            if (WEIGHT >= 0) shared.weights[s] = load_float<WEIGHT>(topk_weights, s);
+            else shared.weights[s] = 1.0f;
+        }
+        barrier_arrive<2, CONSUMERS + 32>();
+        return;
     }
 
-    const auto load_slots = [&](const Cursor& at, Operands& to) {
-        const Chunk chunk = table.chunks[at.chunk()];
-        if constexpr (QUANTIZE) {
-            to.load_slots<Q_STRIDE>(chunk, at, codes + chunk.first * Q_STRIDE, scales + chunk.first * N_BLOCKS);
-        } else {
-            to.load_slots<N>(chunk, at, q + i64(chunk.first) * N, q_scale + chunk.first * N_BLOCKS);
-        }
-    };
-    Operands now;
-    if (soon.more()) load_slots(soon, next);
+    const Sums d{shared.d, d_memory + i64(blockIdx.x) * max(slots - SHARED_SLOTS, 0) * PAIRS};
     for (int pass = 0; pass < passes; pass++) {
-        for (int item = warp; item < items; item += WARPS) {
-            const int tile = item % ITEMS_PER_CHUNK * ITEM_TILES;
-            const Chunk chunk = table.chunks[item / ITEMS_PER_CHUNK];
-            const int n_tiles = (chunk.count + 7) / 8, column = lane_id() % 4 * 2;
-            float sum[ITEM_TILES][N_TILES][4] = {};
-            for (int step = 0; step < STEPS; step++) {
-                now = next;
-                soon.advance();
-                if (soon.more()) {
-                    next.load_weight_scales(p, table.chunks[soon.chunk()], soon);
-                    load_slots(soon, next);
-                }
-                const u8* rows = ring.wait();
-#pragma unroll
-                for (int i = 0; i < STAGE_BLOCKS; i++) {
-                    float part[ITEM_TILES][N_TILES][4] = {};
-                    const u8* row = rows + lane_row() * ROW_BYTES + i * BLOCK_K + lane_byte();
-                    multiply_block(
-                        part, [&](int m) { return row + m * 16 * ROW_BYTES; },
-                        [&](int m) { return row + (m * 16 + 8) * ROW_BYTES; },
-                        [&](int t, int half) { return now.codes[i][t][half]; }, n_tiles);
-#pragma unroll
-                    for (int t = 0; t < N_TILES; t++) {
-                        if (N_TILES > 1 && t >= n_tiles) continue;
-#pragma unroll
-                        for (int m = 0; m < ITEM_TILES; m++) {
-#pragma unroll
-                            for (int j = 0; j < 4; j++)
-                                sum[m][t][j] = fmaf(now.slot_scale[i][t][j % 2] * now.w_scale[i][m], part[m][t][j], sum[m][t][j]);
-                        }
-                    }
-                }
-                __syncwarp();
-                if (ahead.more()) fill(ahead, ring.stage), ahead.advance();
-                ring.advance();
-            }
-            u16* to = reinterpret_cast<u16*>(d) + tile * 16 + lane_row();
-#pragma unroll
-            for (int t = 0; t < N_TILES; t++) {
-#pragma unroll
-                for (int i = 0; i < 2; i++) {
-                    const int c = t * 8 + column + i;
-                    if (c >= chunk.count) continue;
-                    u16* row = to + table.slots[chunk.first + c] * PASS_ROWS;
-#pragma unroll
-                    for (int m = 0; m < ITEM_TILES; m++) {
-                        row[m * 16] = f32_to_bf16(sum[m][t][i]);
-                        row[m * 16 + 8] = f32_to_bf16(sum[m][t][i + 2]);
-                    }
-                }
-            }
+        for (int c = 0; c < num_chunks; c++, at.next_chunk(), head.next_chunk()) {
+            if (at.warpgroup != warp / 4) continue;
+            const Chunk chunk = shared.chunks[c];
+            const float* scales = shared.heads + head.stage() * HEAD_FLOATS;
+            mbarrier_wait(shared.head_full + head.stage() * 8, head.mine.parity);
+            run_chunk_of<N_TILES>(chunk, shared, at, scales, d);
+            __syncwarp();
+            if (lane == 0) mbarrier_arrive(shared.head_empty + head.stage() * 8);
+            head.mine.advance();
         }
-        __syncthreads();
-        combine(p, table, reinterpret_cast<const u32*>(d), first_column(int(passes), pass));
-        if (pass + 1 < passes) __syncthreads();
+        if (pass == 0) barrier_sync<2, CONSUMERS + 32>();
+        else barrier_sync<1, CONSUMERS>();
+        combine(shared, d, slots / TOPK, first_column(pass), out, out_row_stride, factor);
+        barrier_sync<1, CONSUMERS>();  // before the next pass writes d
     }
 }

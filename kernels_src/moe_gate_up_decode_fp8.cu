@@ -1,19 +1,16 @@
 // moe_gate_up_decode_fp8: the first half of the experts for few tokens, at the speed of the weights.
 //
-//   a, as       = group quantization of x (QUANTIZE), or given
-//   h[slot, n]  = bf16( sum over 128-blocks kb of K of as[token, kb] * w_scale[e, n / 128, kb]
-//                                                      * (a[token, kb] . w[e, n, kb]) )
-//   y[place, n] = bf16 swiglu of h[slot, n] (gate) and h[slot, N + n] (up)
+//   h[place, n] = bf16( sum over 128-blocks kb of K of a_scale[place, kb] * w_scale[e, n / 128, kb]
+//                                                       * (a[place, kb] . w[e, n, kb]) )
+//   y[place, n] = bf16 swiglu of h[place, n] (gate) and h[place, N + n] (up)
 //
-// y is in the order of the experts: place is where common/slot_table.cuh puts the slot.
-// An item is 8 M_TILES columns of y (as many gate and up rows of w) for one chunk of an expert's slots;
-// a CTA walks consecutive items. Three warps, the producers, have the copy engine fill a ring of stages
-// with the item's gate rows, up rows, and tokens and scales, STAGE_BLOCKS 128-blocks of K at a time. The
-// other warps split the blocks of a stage between them and add up once per item, in the warps' order.
+// place is that of common/expert_chunks.cuh. Weights are the M of wgmma, slots its N. A group is 8 columns
+// of y: 8 gate rows and 8 up rows of w, so that a thread holds both of a value. An item is up to 4 groups
+// for one chunk; CTAs claim items from a counter, since SMs do not get equal shares of the memory. One
+// warp has the copy engine fill the stages with weights, another with slots, a third fetches an item's
+// scales. Two warpgroups take the even and the odd blocks of K and add up once per item.
 // Weights are requested before the predecessor has ended: it does not write them.
-#include "common/block_mma.cuh"
-#include "common/quantize_rows.cuh"
-#include "common/slot_table.cuh"
+#include "common/decode_tile.cuh"
 #include "common/swiglu.cuh"
 #include "ptx/barrier.cuh"
 #include "ptx/bulk_copy.cuh"
@@ -21,287 +18,257 @@
 #include "ptx/pdl.cuh"
 
 static_assert(K % BLOCK_K == 0 && N % BLOCK_K == 0, "whole scale blocks");
-static_assert(M_TILES >= 1 && 16 % M_TILES == 0, "the rows of an item lie in one scale block");
-static_assert(EXPERTS < NO_EXPERT && MAX_SLOTS < 1 << 16, "experts and slots are 16-bit numbers");
-static_assert(MAX_SLOTS % TOPK == 0, "room for whole tokens");
 
-constexpr int CONSUMERS = 32 * WARPS, THREADS = CONSUMERS + 96;
-constexpr int COLUMNS = 8 * N_TILES;
-constexpr int K_BLOCKS = K / BLOCK_K;
-constexpr int STEPS = ceil_div(K_BLOCKS, STAGE_BLOCKS);
-constexpr int WARP_BLOCKS = ceil_div(STAGE_BLOCKS, WARPS);
-constexpr int PARTIALS = WARPS < K_BLOCKS ? WARPS : K_BLOCKS;
-constexpr int ITEM_N = 8 * M_TILES;
-constexpr int ITEMS_PER_CHUNK = N / ITEM_N;
-constexpr int TILES = M_TILES * N_TILES;
-constexpr int X_STRIDE = K + ROW_PADDING;
+constexpr int CONSUMERS = 256, THREADS = CONSUMERS + 96;
+constexpr int K_BLOCKS = K / BLOCK_K, STAGE_BLOCKS = 4, STEPS = ceil_div(K_BLOCKS, STAGE_BLOCKS);
+constexpr int GROUPS = N / 8;                       // of a chunk
+constexpr int ITEM_GROUPS = 4, GROUP_BYTES = 2 * TILE, A_BYTES = ITEM_GROUPS * GROUP_BYTES;
+constexpr int STAGE_BYTES = STAGE_BLOCKS * (A_BYTES + N_TILES * TILE);
+constexpr int PITCH = scale_pitch(K_BLOCKS);
+constexpr int HEADS = 2, QUEUE = 4;
+constexpr int HEAD_FLOATS = COLUMNS * PITCH + ceil_div(2 * K_BLOCKS, 4) * 4;
+static_assert(GROUPS % ITEM_GROUPS == 0, "an item has one chunk and one scale block");
 
-constexpr int ROW_STRIDE = STAGE_BLOCKS * BLOCK_K + ROW_PADDING;
-constexpr int HALF_BYTES = ITEM_N * ROW_STRIDE;                     // gate's rows of a stage, or up's
-constexpr int B_BYTES = QUANTIZE ? 0 : COLUMNS * ROW_STRIDE;
-constexpr int B_SCALES = QUANTIZE ? 0 : COLUMNS * STAGE_BLOCKS;
-constexpr int STAGE_BYTES = (2 * HALF_BYTES + B_BYTES + (2 * STAGE_BLOCKS + B_SCALES) * 4 + 15) / 16 * 16;
+// Some groups of one chunk; none behind the last item.
+struct Item {
+    int group, count;
 
-struct Arguments {
-    const u8* a;               // [M, K] e4m3
-    const float* a_scale;      // [M, K / 128]
-    const u8* w;               // [EXPERTS, 2N, K] e4m3
-    i64 w_expert_stride, w_row_stride;
-    const float* w_scale;      // [EXPERTS, 2N / 128, K / 128]
-    i64 w_scale_expert_stride, w_scale_n_stride, w_scale_k_stride;
+    DEVICE int chunk() const { return group / GROUPS; }
+    DEVICE int first() const { return group % GROUPS; }  // of the chunk
 };
 
-// A stage in shared memory.
-struct Stage {
-    u8* smem;
-    DEVICE u8* gate() const { return smem; }
-    DEVICE u8* up() const { return smem + HALF_BYTES; }
-    DEVICE u8* tokens() const { return smem + 2 * HALF_BYTES; }
-    DEVICE float* gate_scales() const { return reinterpret_cast<float*>(smem + 2 * HALF_BYTES + B_BYTES); }
-    DEVICE float* up_scales() const { return gate_scales() + STAGE_BLOCKS; }
-    DEVICE float* token_scales() const { return up_scales() + STAGE_BLOCKS; }  // [blocks][COLUMNS]
-};
+// How the groups of a call are cut: most into whole items, the last into smaller ones, so that CTAs end
+// together. Where there is less than an item for each CTA all are as small as gives each of them one.
+struct Cut {
+    int groups, whole, halves;   // items of 4, of 2; the rest are of 1
 
-// The s-th stage of a CTA.
-struct Place {
-    int chunk, n, block;       // column of y; 128-block of K
-
-    DEVICE Place(int first_item, int s) {
-        const int item = first_item + s / STEPS;
-        chunk = item / ITEMS_PER_CHUNK, n = item % ITEMS_PER_CHUNK * ITEM_N, block = s % STEPS * STAGE_BLOCKS;
+    DEVICE Cut(int groups, int ctas) : groups(groups) {
+        const int share = ceil_div(groups, ctas), tail = groups / 8;
+        whole = share > ITEM_GROUPS ? (groups - tail - ctas) / ITEM_GROUPS : share > 2 ? groups / ITEM_GROUPS : 0;
+        halves = share > ITEM_GROUPS ? tail / 2 : share == 2 ? groups / 2 : 0;
     }
-    DEVICE int blocks() const {
-        return K_BLOCKS % STAGE_BLOCKS ? min(STAGE_BLOCKS, K_BLOCKS - block) : STAGE_BLOCKS;
+    DEVICE Item operator[](int i) const {
+        if (i < whole) return {i * ITEM_GROUPS, ITEM_GROUPS};
+        if (i < whole + halves) return {whole * ITEM_GROUPS + (i - whole) * 2, 2};
+        const int group = whole * ITEM_GROUPS + halves * 2 + i - whole - halves;
+        return {group, group < groups ? 1 : 0};
     }
 };
 
-// ITEM_N rows from row n on, by a warp.
-DEVICE void load_rows(const Arguments& p, int expert, int n, const Place& at, u8* to, u32 barrier) {
-    const int size = at.blocks() * BLOCK_K;
-    if (lane_id() == 0) mbarrier_arrive_expect(barrier, ITEM_N * size);
-    __syncwarp();
-    const u8* from = p.w + expert * p.w_expert_stride + n * p.w_row_stride + at.block * BLOCK_K;
-    for (int r = lane_id(); r < ITEM_N; r += 32)
-        bulk_copy(smem_address(to + r * ROW_STRIDE), from + r * p.w_row_stride, size, barrier);
-}
+// Shared memory, and who waits for what in it.
+struct Shared {
+    u32 stages, full, empty;             // rings of STAGES
+    float* heads;                        // [HEADS][HEAD_FLOATS]: a chunk's scales, then gate's and up's
+    u32 head_full, head_empty;
+    float4* exchange;                    // [2][N_TILES][128] sums of the second warpgroup
+    Item* queue;                         // [QUEUE]
+    u32 queue_full, queue_empty;
+    Chunk* chunks;
 
-// By a warp. Tokens are what the predecessor wrote.
-DEVICE void load_tokens(const Arguments& p, const SlotTable& table, const Chunk& chunk, const Place& at, Stage to,
-                        u32 barrier) {
-    if constexpr (!QUANTIZE) {
-        const int size = at.blocks() * BLOCK_K;
-        if (lane_id() == 0) mbarrier_arrive_expect(barrier, size * chunk.count);
-        __syncwarp();
-        if (lane_id() < chunk.count) {
-            const i64 token = table.slots[chunk.first + lane_id()] / TOPK;
-            bulk_copy(smem_address(to.tokens() + lane_id() * ROW_STRIDE), p.a + token * K + at.block * BLOCK_K,
-                      size, barrier);
-        }
-        for (int i = lane_id(); i < at.blocks() * COLUMNS; i += 32) {
-            if (i % COLUMNS >= chunk.count) continue;
-            const i64 token = table.slots[chunk.first + i % COLUMNS] / TOPK;
-            cp_async_4(smem_address(to.token_scales() + i), p.a_scale + token * K_BLOCKS + at.block + i / COLUMNS);
-        }
+    DEVICE explicit Shared(u8* smem) {
+        stages = smem_address(smem);
+        heads = reinterpret_cast<float*>(smem + STAGES * STAGE_BYTES);
+        exchange = reinterpret_cast<float4*>(heads + HEADS * HEAD_FLOATS);
+        u64* barriers = reinterpret_cast<u64*>(exchange + 2 * N_TILES * 128);
+        full = smem_address(barriers), empty = full + STAGES * 8;
+        head_full = empty + STAGES * 8, head_empty = head_full + HEADS * 8;
+        queue_full = head_empty + HEADS * 8, queue_empty = queue_full + QUEUE * 8;
+        queue = reinterpret_cast<Item*>(barriers + 2 * (STAGES + HEADS + QUEUE));
+        chunks = reinterpret_cast<Chunk*>(queue + QUEUE);
     }
-    const float* scale = p.w_scale + chunk.expert * p.w_scale_expert_stride +
-                         at.n / BLOCK_K * p.w_scale_n_stride + at.block * p.w_scale_k_stride;
-    for (int i = lane_id(); i < at.blocks(); i += 32) {
-        cp_async_4(smem_address(to.gate_scales() + i), scale + i * p.w_scale_k_stride);
-        cp_async_4(smem_address(to.up_scales() + i),
-                   scale + N / BLOCK_K * p.w_scale_n_stride + i * p.w_scale_k_stride);
+    DEVICE void init() const {
+        for (int s = 0; s < STAGES; s++) mbarrier_init(full + s * 8, 2), mbarrier_init(empty + s * 8, CONSUMERS / 32);
+        for (int s = 0; s < HEADS; s++) mbarrier_init(head_full + s * 8, 1 + 32), mbarrier_init(head_empty + s * 8, CONSUMERS / 32);
+        for (int s = 0; s < QUEUE; s++) mbarrier_init(queue_full + s * 8, 1), mbarrier_init(queue_empty + s * 8, 2 + CONSUMERS / 32);
+        mbarrier_init_fence();
     }
-    mbarrier_arrive_after_copies(barrier);
-}
+    DEVICE u32 stage(int s) const { return stages + s * STAGE_BYTES; }
+    DEVICE Item item(const Ring<QUEUE>& at) const {
+        mbarrier_wait(queue_full + at.stage * 8, at.parity);
+        return queue[at.stage];
+    }
+    DEVICE void item_done(Ring<QUEUE>& at) const {
+        mbarrier_arrive(queue_empty + at.stage * 8);
+        at.advance();
+    }
+};
 
-// The sum over the warps' parts of K, and the activation: one warp, one tile of 8 x 8 values of y.
-DEVICE void finish_tile(const float4* parts, const Chunk& chunk, int column, u16* y, Swiglu swiglu) {
-    float4 h = parts[lane_id()];
+// The weights of a step of an item. A box costs its time whatever its size: one for each block.
+DEVICE void load_weights(u32 smem, const TensorMap& map, const Item& item, int expert, int step, u64 policy, u32 barrier) {
+    mbarrier_arrive_expect(barrier, STAGE_BLOCKS * item.count * GROUP_BYTES);
 #pragma unroll
-    for (int w = 1; w < PARTIALS; w++) {
-        const float4 v = parts[w * TILES * 32 + lane_id()];
-        h.x += v.x, h.y += v.y, h.z += v.z, h.w += v.w;
-    }
-    u32 gate[1] = {round_bf16x2(h.x, h.y)}, up[1] = {round_bf16x2(h.z, h.w)}, values[1];
-    swiglu_lane<CLAMP, SCALED>(gate, up, swiglu, values);
-    column += lane_id() % 4 * 2;
-    u16* to = y + i64(chunk.first + column) * N + lane_row();
-    if (column < chunk.count) to[0] = u16(values[0]);
-    if (column + 1 < chunk.count) to[N] = u16(values[0] >> 16);
+    for (int b = 0; b < STAGE_BLOCKS; b++)
+        copy_box_5d(smem + b * A_BYTES, map, (step * STAGE_BLOCKS + b) * BLOCK_K, 0, 0, item.first(), expert, barrier, policy);
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS) moe_gate_up_decode_fp8(
-    const u16* x,                   // [M, K] bf16, if QUANTIZE
-    i64 x_row_stride,               // elements
-    const u8* a,                    // [M, K] e4m3, else
-    const float* a_scale,           // [M, K / 128]
+// One item: products, activation and y to memory.
+template <int TILES>
+DEVICE void run_item(const Chunk& chunk, const Shared& shared, Ring<STAGES>& at, const float* scales, float4* exchange,
+                     const Item& item, u16* y, const Swiglu& swiglu) {
+    constexpr int BLOCKS = STAGE_BLOCKS / 2;         // of a warpgroup
+    const int warpgroup = threadIdx.x / 128, warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
+    float sum[4 * TILES] = {}, acc[BLOCKS][4 * TILES] = {};
+    const float *column = scales + lane % 4 * 2 * PITCH, *gate = scales + COLUMNS * PITCH, *up = gate + K_BLOCKS;
+    for (int step = 0; step < STEPS; step++, at.advance()) {
+        const u32 a = shared.stage(at.stage), b = a + STAGE_BLOCKS * A_BYTES;
+        mbarrier_wait(shared.full + at.stage * 8, at.parity);
+        wgmma_fence();
+#pragma unroll
+        for (int i = 0; i < BLOCKS; i++) {
+            const int block = 2 * i + warpgroup;
+            multiply_block<TILES, STAGE_BLOCKS>(acc[i], a + block * A_BYTES, b + block * TILE);
+        }
+        wgmma_commit();
+#pragma unroll
+        for (int i = 0; i < BLOCKS; i++) wgmma_wait(acc[i]);
+        if (lane == 0) mbarrier_arrive(shared.empty + at.stage * 8);
+#pragma unroll
+        for (int i = 0; i < BLOCKS; i++) {
+            const int kb = step * STAGE_BLOCKS + 2 * i + warpgroup;
+            if (K_BLOCKS % STAGE_BLOCKS && kb >= K_BLOCKS) continue;
+#pragma unroll
+            for (int j = 0; j < 4 * TILES; j++)
+                sum[j] = fmaf(column[(j / 4 * 8 + j % 2) * PITCH + kb] * (j % 4 < 2 ? gate : up)[kb], acc[i][j], sum[j]);
+        }
+    }
+    exchange += threadIdx.x % 128;
+    if (warpgroup == 1) {
+#pragma unroll
+        for (int t = 0; t < TILES; t++)
+            exchange[t * 128] = make_float4(sum[4 * t], sum[4 * t + 1], sum[4 * t + 2], sum[4 * t + 3]);
+    }
+    barrier_sync<1, CONSUMERS>();  // also: the other buffer, which comes next, has been read
+    if (warpgroup == 1 || warp >= item.count) return;
+#pragma unroll
+    for (int t = 0; t < TILES; t++) {
+        const float4 v = exchange[t * 128];
+        u32 gates[1] = {round_bf16x2(sum[4 * t] + v.x, sum[4 * t + 1] + v.y)};
+        u32 ups[1] = {round_bf16x2(sum[4 * t + 2] + v.z, sum[4 * t + 3] + v.w)}, values[1];
+        swiglu_lane<CLAMP, SCALED>(gates, ups, swiglu, values);
+        const int slot = t * 8 + lane % 4 * 2;
+        u16* to = y + i64(chunk.first + slot) * N + (item.first() + warp) * 8 + lane / 4;
+        if (slot < chunk.count) to[0] = u16(values[0]);
+        if (slot + 1 < chunk.count) to[N] = u16(values[0] >> 16);
+    }
+}
+
+// The same with the fewest columns, of 8, 16, 32, that hold the chunk.
+template <int MOST, class... Rest>
+DEVICE void run_item_of(const Chunk& chunk, Rest&... rest) {
+    if constexpr (MOST > 1) {
+        if (tiles_of(chunk) <= MOST / 2) return run_item_of<MOST / 2>(chunk, rest...);
+    }
+    run_item<MOST>(chunk, rest...);
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, 1) moe_gate_up_decode_fp8(
+    const __grid_constant__ TensorMap item_map,   // w [E, N / 8, 2, 8, K] e4m3, gate and up of 8 columns; boxes of 4
+                                                  // groups by 128
+    const __grid_constant__ TensorMap half_map,   // of 2
+    const __grid_constant__ TensorMap group_map,  // of 1
+    const __grid_constant__ TensorMap a_map,      // a [K / 128, num_slots, 128] e4m3, boxes of STAGE_BLOCKS by 8 slots
+    const float* a_scale,           // [num_slots, PITCH]
     const void* topk_ids,           // [num_slots] IDS type
     const i32* expert_map,          // [num_experts] or unused
-    const u8* w,                    // [EXPERTS, 2N, K] e4m3, K contiguous, gate rows first
-    i64 w_expert_stride,            // bytes, a multiple of 16
-    i64 w_row_stride,               // bytes, a multiple of 16
     const float* w_scale,           // [EXPERTS, 2N / 128, K / 128], any strides
     i64 w_scale_expert_stride,      // elements
     i64 w_scale_n_stride,           // elements
     i64 w_scale_k_stride,           // elements
     u16* y,                         // [num_slots, N] bf16
-    i64 num_slots,                  // M * TOPK, at most MAX_SLOTS
+    i32* counter,                   // [1] 0 once the predecessor has ended
+    i64 num_slots,                  // at most MAX_SLOTS
     i64 num_experts,
     i64 num_local_experts,
     float limit,
     float alpha,
     float beta) {
-    extern __shared__ __align__(128) u8 smem[];
-    const Arguments p{a, a_scale, w, w_expert_stride, w_row_stride, w_scale, w_scale_expert_stride,
-                      w_scale_n_stride, w_scale_k_stride};
-    const int warp = threadIdx.x / 32, slots = int(num_slots);
-    float4* reduction = reinterpret_cast<float4*>(smem + STAGES * STAGE_BYTES);
-    u64* barriers = reinterpret_cast<u64*>(reduction + 2 * WARPS * TILES * 32);
-    u8* table_at = reinterpret_cast<u8*>(barriers + 2 * STAGES);
-    const SlotTable table = slot_table_at<EXPERTS, MAX_SLOTS>(table_at, slots);
-    u8* codes = table_at + slot_table_bytes<EXPERTS, MAX_SLOTS>();
-    float* scales = reinterpret_cast<float*>(codes + MAX_SLOTS / TOPK * X_STRIDE);
-    const u32 full = smem_address(barriers), empty = full + STAGES * 8;
+    extern __shared__ __align__(1024) u8 smem[];
+    const Shared shared(smem);
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    if (threadIdx.x == 0) prefetch_tensor_map(item_map), prefetch_tensor_map(a_map), shared.init();
+    const int num_chunks = list_chunks<THREADS, EXPERTS, MAX_SLOTS, COLUMNS, IDS, MAP>(
+        shared.chunks, topk_ids, int(num_slots), expert_map, num_experts, num_local_experts);
+    Ring<STAGES> at;
+    Ring<HEADS> head;
+    Ring<QUEUE> turn;
 
-    if (QUANTIZE) release_successor();  // a short call: the successor starts while this one does
-    if (threadIdx.x == CONSUMERS) {
-        for (int s = 0; s < STAGES; s++) {
-            mbarrier_init(full + s * 8, 2 + (QUANTIZE ? 0 : 1) + 32);
-            mbarrier_init(empty + s * 8, WARPS);
-        }
-        mbarrier_init_fence();
-    }
-    const bool few = slots <= FEW_SLOTS;
-    const auto quantize = [&] {
-        quantize_rows<CONSUMERS, K_BLOCKS, X_STRIDE, UE8M0>(
-            slots / TOPK, [&](int m) { return x + m * x_row_stride; }, codes, scales);
-    };
-    if (few) {
-        if (warp == WARPS)
-            make_small_table<COLUMNS, IDS, MAP>(table, topk_ids, expert_map, num_experts, num_local_experts);
-        if (warp >= WARPS) barrier_sync<1, THREADS - CONSUMERS>();  // for the producers the table is there
-    } else {
-        list_chunks<THREADS, EXPERTS, COLUMNS, IDS, MAP>(table, topk_ids, expert_map, num_experts, num_local_experts);
-    }
-    int first, last, total;
-    const auto share_items = [&] {
-        const i64 items = i64(*table.num_chunks) * ITEMS_PER_CHUNK;
-        first = int(items * blockIdx.x / gridDim.x), last = int(items * (blockIdx.x + 1) / gridDim.x);
-        total = (last - first) * STEPS;
-    };
-    const auto load_half = [&](int s, int stage) {
-        const Place at(first, s);
-        const Stage to{smem + stage * STAGE_BYTES};
-        const bool gate = warp == WARPS;
-        load_rows(p, table.chunks[at.chunk].expert, gate ? at.n : at.n + N, at, gate ? to.gate() : to.up(), full + stage * 8);
-    };
-    if (warp == WARPS || warp == WARPS + 1) {
-        share_items();
-        for (int s = 0; s < min(STAGES, total); s++) load_half(s, s);
-    }
-    if (QUANTIZE && few && warp < WARPS) quantize();
-    if (few) {
-        __syncthreads();
-    } else {
-        group_slots<THREADS>(table);
-    }
-    share_items();
-    if (warp == WARPS || warp == WARPS + 1) {
-        int stage = 0, parity = 0;
-        for (int s = STAGES; s < total; s++) {
-            mbarrier_wait(empty + stage * 8, parity);
-            load_half(s, stage);
-            if (++stage == STAGES) stage = 0, parity ^= 1;
+    if (warp == CONSUMERS / 32) {  // claims items and loads weights
+        if (lane == 0) {
+            const Cut cut(num_chunks * GROUPS, gridDim.x);
+            const u64 policy = evict_first();
+            int next = -1;              // the item after this one
+            const auto claim = [&] { next = gridDim.x + atomicAdd(counter, 1); };
+            for (int i = blockIdx.x;; i = next, turn.advance()) {
+                const Item item = cut[i];
+                mbarrier_wait(shared.queue_empty + turn.stage * 8, turn.parity ^ 1);
+                shared.queue[turn.stage] = item;
+                mbarrier_arrive(shared.queue_full + turn.stage * 8);
+                if (!item.count) break;
+                const bool is_first = next < 0;
+                if (!is_first) claim();
+                const int expert = shared.chunks[item.chunk()].expert;
+                const TensorMap& map = item.count == ITEM_GROUPS ? item_map : item.count == 2 ? half_map : group_map;
+                for (int step = 0; step < STEPS; step++, at.advance()) {
+                    if (is_first && step == STAGES) wait_for_predecessor(), claim();
+                    mbarrier_wait(shared.empty + at.stage * 8, at.parity ^ 1);
+                    load_weights(shared.stage(at.stage), map, item, expert, step, policy, shared.full + at.stage * 8);
+                }
+                if (next < 0) wait_for_predecessor(), claim();
+            }
         }
         release_successor();
         wait_for_predecessor();
         return;
     }
+    release_successor();
     wait_for_predecessor();
-    if (warp == WARPS + 2) {
-        int stage = 0, parity = 1;
-        for (int s = 0; s < total; s++) {
-            const Place at(first, s);
-            mbarrier_wait(empty + stage * 8, parity);
-            load_tokens(p, table, table.chunks[at.chunk], at, Stage{smem + stage * STAGE_BYTES}, full + stage * 8);
-            if (++stage == STAGES) stage = 0, parity ^= 1;
+    if (warp == CONSUMERS / 32 + 1) {  // loads slots
+        if (lane) return;
+        for (Item item = shared.item(turn); item.count; shared.item_done(turn), item = shared.item(turn)) {
+            const Chunk chunk = shared.chunks[item.chunk()];
+            for (int step = 0; step < STEPS; step++, at.advance()) {
+                mbarrier_wait(shared.empty + at.stage * 8, at.parity ^ 1);
+                load_slots<STAGE_BLOCKS>(shared.stage(at.stage) + STAGE_BLOCKS * A_BYTES, a_map, chunk, step * STAGE_BLOCKS,
+                                         shared.full + at.stage * 8);
+            }
+        }
+        return;
+    }
+    if (warp == CONSUMERS / 32 + 2) {  // loads scales
+        for (Item item = shared.item(turn); item.count; item = shared.item(turn), head.advance()) {
+            const Chunk chunk = shared.chunks[item.chunk()];
+            const u32 barrier = shared.head_full + head.stage * 8, to = smem_address(shared.heads + head.stage * HEAD_FLOATS);
+            mbarrier_wait(shared.head_empty + head.stage * 8, head.parity ^ 1);
+            __syncwarp();
+            if (lane == 0) {
+                mbarrier_arrive_expect(barrier, chunk.count * PITCH * 4);
+                bulk_copy(to, a_scale + i64(chunk.first) * PITCH, chunk.count * PITCH * 4, barrier);
+            }
+            const float* gate = w_scale + chunk.expert * w_scale_expert_stride + item.first() * 8 / BLOCK_K * w_scale_n_stride;
+            const float* up = gate + N / BLOCK_K * w_scale_n_stride;
+            for (int kb = lane; kb < K_BLOCKS; kb += 32) {
+                cp_async_4(to + (COLUMNS * PITCH + kb) * 4, gate + kb * w_scale_k_stride);
+                cp_async_4(to + (COLUMNS * PITCH + K_BLOCKS + kb) * 4, up + kb * w_scale_k_stride);
+            }
+            mbarrier_arrive_after_copies(barrier);
+            __syncwarp();
+            if (lane == 0) mbarrier_arrive(shared.queue_empty + turn.stage * 8);
+            turn.advance();
         }
         cp_async_wait_all();
         return;
     }
-    if (QUANTIZE && !few) {
-        quantize();
-        barrier_sync<2, CONSUMERS>();
-    }
 
-    int stage = 0, parity = 0;
-    for (int item = first, turn = 0; item < last; item++, turn++) {
-        const Chunk chunk = table.chunks[item / ITEMS_PER_CHUNK];
-        const int n_tiles = (chunk.count + 7) / 8, column = lane_id() % 4 * 2;
-        const u8* b[N_TILES];
-        const float* b_scale[N_TILES][2];
-        if constexpr (QUANTIZE) {
-            const auto token = [&](int c) { return table.slots[chunk.first + min(c, chunk.count - 1)] / TOPK; };
-#pragma unroll
-            for (int t = 0; t < N_TILES; t++) {
-                b[t] = codes + token(t * 8 + lane_row()) * X_STRIDE + lane_byte();
-                b_scale[t][0] = scales + token(t * 8 + column) * K_BLOCKS;
-                b_scale[t][1] = scales + token(t * 8 + column + 1) * K_BLOCKS;
-            }
-        }
-        float sum[M_TILES][N_TILES][4] = {};
-        for (int step = 0; step < STEPS; step++) {
-            const Stage at{smem + stage * STAGE_BYTES};
-            if constexpr (!QUANTIZE) {
-#pragma unroll
-                for (int t = 0; t < N_TILES; t++)
-                    b[t] = at.tokens() + (t * 8 + lane_row()) * ROW_STRIDE + lane_byte();
-            }
-            mbarrier_wait(full + stage * 8, parity);
-#pragma unroll
-            for (int i = 0; i < WARP_BLOCKS; i++) {
-                const int block = warp + i * WARPS, kb = step * STAGE_BLOCKS + block;
-                if (STAGE_BLOCKS % WARPS && block >= STAGE_BLOCKS || K_BLOCKS % STAGE_BLOCKS && kb >= K_BLOCKS) continue;
-                float part[M_TILES][N_TILES][4] = {};
-                const int offset = lane_row() * ROW_STRIDE + block * BLOCK_K + lane_byte();
-                multiply_block(
-                    part, [&](int m) { return at.gate() + m * 8 * ROW_STRIDE + offset; },
-                    [&](int m) { return at.up() + m * 8 * ROW_STRIDE + offset; },
-                    [&](int t, int half) { return load_codes(b[t] + (QUANTIZE ? kb : block) * BLOCK_K + half * 64); },
-                    n_tiles);
-                const float gate = at.gate_scales()[block], up = at.up_scales()[block];
-#pragma unroll
-                for (int t = 0; t < N_TILES; t++) {
-                    if (N_TILES > 1 && t >= n_tiles) continue;
-                    const float* given = at.token_scales() + block * COLUMNS + t * 8 + column;
-                    const float s[2] = {QUANTIZE ? b_scale[t][0][kb] : given[0],
-                                        QUANTIZE ? b_scale[t][1][kb] : given[1]};
-#pragma unroll
-                    for (int m = 0; m < M_TILES; m++) {
-#pragma unroll
-                        for (int j = 0; j < 4; j++)
-                            sum[m][t][j] = fmaf(s[j % 2] * (j < 2 ? gate : up), part[m][t][j], sum[m][t][j]);
-                    }
-                }
-            }
-            __syncwarp();
-            if (lane_id() == 0) mbarrier_arrive(empty + stage * 8);
-            if (++stage == STAGES) stage = 0, parity ^= 1;
-        }
-        float4* buffer = reduction + turn % 2 * WARPS * TILES * 32;
-#pragma unroll
-        for (int m = 0; m < M_TILES; m++) {
-#pragma unroll
-            for (int t = 0; t < N_TILES; t++) {
-                const float(&v)[4] = sum[m][t];
-                buffer[(warp * TILES + m * N_TILES + t) * 32 + lane_id()] = make_float4(v[0], v[1], v[2], v[3]);
-            }
-        }
-        barrier_sync<2, CONSUMERS>();  // also: the other buffer, which comes next, has been read
-        const int n = item % ITEMS_PER_CHUNK * ITEM_N;
-        for (int i = (warp + WARPS - turn * TILES % WARPS) % WARPS; i < TILES; i += WARPS) {
-            if (i % N_TILES < n_tiles)
-                finish_tile(buffer + i * 32, chunk, i % N_TILES * 8, y + n + i / N_TILES * 8,
-                            Swiglu{limit, alpha, beta});
-        }
+    const Swiglu swiglu{limit, alpha, beta};
+    int buffer = 0;
+    for (Item item = shared.item(turn); item.count; item = shared.item(turn), head.advance(), buffer ^= 1) {
+        const Chunk chunk = shared.chunks[item.chunk()];
+        const float* scales = shared.heads + head.stage * HEAD_FLOATS;
+        float4* exchange = shared.exchange + buffer * N_TILES * 128;
+        mbarrier_wait(shared.head_full + head.stage * 8, head.parity);
+        run_item_of<N_TILES>(chunk, shared, at, scales, exchange, item, y, swiglu);
+        __syncwarp();
+        if (lane == 0) mbarrier_arrive(shared.head_empty + head.stage * 8), mbarrier_arrive(shared.queue_empty + turn.stage * 8);
+        turn.advance();
     }
 }

@@ -9,11 +9,11 @@ import numpy as np
 from cumoe.checkpoint.calls import Case, apply
 from cumoe.checkpoint.experts import Experts
 from cumoe.checkpoint.safetensors import Array
-from cumoe.plan.experts_decode import regimes
+from cumoe.plan.experts_tiny import max_tokens
 
 REFERENCE_ROW, WGMMA_ROW = 5e-3, 4e-2
 """Bounds on norm(out - ref) / norm(ref) of every token against the NumPy reference: of sums in
-fp32, and of many tokens on a GPU with wgmma, whose accumulator is short (docs/numerics.md)."""
+fp32, and of more slots on a GPU with wgmma, whose accumulator is short (docs/numerics.md)."""
 FLOAT64_ROW, FLOAT64_ALL = 0.12, 0.06
 """Bounds against the float64 evaluation, of every token and of all together."""
 SAMPLED_TOKENS = 16
@@ -49,10 +49,9 @@ class Errors:
         )
 
 
-def reference_row(num_tokens: int, topk: int, num_experts: int) -> float:
+def reference_row(num_tokens: int, topk: int) -> float:
     """The bound for a call of this size on a GPU."""
-    few = max(regime.max_slots for regime in regimes(num_experts, topk))
-    return REFERENCE_ROW if num_tokens * topk <= few else WGMMA_ROW
+    return REFERENCE_ROW if num_tokens <= max_tokens(topk) else WGMMA_ROW
 
 
 def compare(

@@ -1,8 +1,8 @@
-"""Plan of fused_experts_fp8 for few tokens: two to four launches that read the weights once.
+"""Plan of fused_experts_fp8 for few tokens on a GPU with wgmma: four launches, weights read once.
 
-[quantize x]; gate, up and activation; [quantize y]; down and combine. In the smallest calls the two
-products quantize for themselves. Each launch but the first overlaps its predecessor: it requests
-weights, which none of them writes, and then waits. So the first one must not overlap its own.
+Quantize x in the order of the experts; gate, up and activation; quantize y; down and combine. Each
+launch but the first overlaps its predecessor: it requests weights, which none of them writes, and
+then waits. So the first one must not overlap its own.
 """
 
 from __future__ import annotations
@@ -12,19 +12,18 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from cumoe.plan import moe_down_decode_fp8 as down
 from cumoe.plan import moe_gate_up_decode_fp8 as gate_up
+from cumoe.plan import moe_permute_quant_fp8 as permute
 from cumoe.plan import per_token_group_quant_fp8 as quantize
-from cumoe.plan.device import DeviceInfo, has_dependent_launch
-from cumoe.plan.scales import GROUP_SIZE
+from cumoe.plan.decode_tile import scale_pitch
+from cumoe.plan.device import DeviceInfo, has_wgmma
 from cumoe.plan.spec import Step
 from cumoe.plan.workspace import offsets
 
 if TYPE_CHECKING:
     from cumoe.plan.fused_experts_fp8 import Problem
 
-SMALLEST_TOKENS = 8
-"""Tokens that every CTA quantizes for itself: it costs less than a launch."""
-MAX_QUANTIZED_BYTES = 49_152
-"""Slots that every CTA quantizes for itself, in bytes of their codes."""
+MOST_SLOTS = 0xFFFF
+"""Exclusive: places and experts are 16-bit numbers."""
 
 
 class Regime(NamedTuple):
@@ -35,47 +34,43 @@ class Regime(NamedTuple):
 
 
 class Workspace(NamedTuple):
-    """Byte offsets of the regions."""
+    """Byte offsets of the regions; all but the last are in the order of the experts."""
 
     a: int
     a_scale: int
+    place_of_slot: int
+    counter: int
     y: int
-    """[slots, N] bf16, in the order of the experts, as are q and its scales."""
     q: int
     q_scale: int
+    d: int
     total: int
 
 
 class Plan(NamedTuple):
     """The launches in their order, and the workspace they share."""
 
-    quantize_x: Step | None
+    permute: Step
     gate_up: Step
-    quantize_y: Step | None
+    quantize_y: Step
     down: down.Plan
     workspace: Workspace
 
     @property
     def steps(self) -> tuple[Step, ...]:
         """Every launch, in order."""
-        launches = (self.quantize_x, self.gate_up, self.quantize_y, self.down.step)
-        return tuple(step for step in launches if step is not None)
+        return (self.permute, self.gate_up, self.quantize_y, self.down.step)
 
 
-def regimes(num_experts: int, topk: int) -> tuple[Regime, ...]:
+def regimes(num_experts: int) -> tuple[Regime, ...]:
     """From few slots to many: up to 8 an expert on average, where weights are most of the work."""
-    return (
-        Regime(SMALLEST_TOKENS * topk, 1),
-        Regime(min(512, 4 * num_experts), 1),
-        Regime(4 * num_experts, 1),
-        Regime(8 * num_experts, 2),
-    )
+    return Regime(num_experts, 1), Regime(4 * num_experts, 2), Regime(8 * num_experts, 4)
 
 
 def representative_token_counts(problem: Problem) -> set[int]:
     """One number of tokens in each regime and for each kernel, and one beyond all of them."""
     topk = problem.topk
-    ends = {r.max_slots // topk for r in regimes(problem.num_experts, topk)}
+    ends = {r.max_slots // topk for r in regimes(problem.num_experts)}
     rows = {-(-rows // topk) for rows in quantize.representative_rows(problem.N)}
     return {1, *(ends - {0}), *(end + 1 for end in ends), *rows}
 
@@ -84,45 +79,37 @@ def representative_token_counts(problem: Problem) -> set[int]:
 def plan(problem: Problem, device: DeviceInfo) -> Plan | None:
     """The whole call; None where it has too many tokens or the GPU lacks what the kernels need."""
     p = problem
-    ranges, whole = regimes(p.num_experts, p.topk), p.whole_M or p.M
-    regime = next((r for r in ranges if whole * p.topk <= r.max_slots), None)
-    if p.M == 0 or regime is None or not p.down_contiguous or not has_dependent_launch(device.arch):
+    slots = (p.whole_M or p.M) * p.topk
+    regime = next((r for r in regimes(p.num_experts) if slots <= r.max_slots), None)
+    able = has_wgmma(device.arch) and p.weights_mappable and p.num_local_experts < MOST_SLOTS
+    if p.M == 0 or regime is None or regime.max_slots >= MOST_SLOTS or not able:
         return None
-    tokens = regime.max_slots // p.topk
-    smallest = whole <= SMALLEST_TOKENS
-    own_x = smallest and p.x_aligned and not p.weight_on_input
-    own_y = smallest and tokens * p.topk * p.N <= MAX_QUANTIZED_BYTES
-    alike = max(r.max_slots for r in ranges if r.n_tiles == regime.n_tiles) // p.topk
+    most = regime.max_slots // p.topk * p.topk
     first = gate_up.plan(
         gate_up.Problem(
-            tokens if own_x else alike, p.K, p.N, p.num_local_experts, p.topk, regime.n_tiles,
-            p.ids, p.has_map, p.scale_format if own_x else "fp32", p.clamp, p.scaled, own_x,
+            most, p.K, p.N, p.num_local_experts, regime.n_tiles, p.ids, p.has_map, p.clamp, p.scaled
         ),
         device,
-    )  # fmt: skip
+    )
     second = down.plan(
         down.Problem(
-            tokens, p.K, p.N, p.num_local_experts, p.topk, regime.n_tiles, p.ids, p.has_map,
-            None if p.weight_on_input else p.weight, p.scale_format if own_y else "fp32",
-            p.out_aligned, own_y,
+            most, p.K, p.N, p.num_local_experts, p.topk, regime.n_tiles, p.ids, p.has_map,
+            None if p.weight_on_input else p.weight, p.out_aligned,
         ),
         device,
     )  # fmt: skip
     if first is None or second is None:
         return None
     return Plan(
-        None if own_x else _alone(_quantize_x(p, device.arch)),
-        first,
-        None if own_y else _quantize_y(p, device.arch),
-        second,
-        workspace(p),
+        _permute(p, device.arch), first, _quantize_y(p, device.arch), second, workspace(p, second)
     )
 
 
-def _quantize_x(p: Problem, arch: str) -> Step:
+def _permute(p: Problem, arch: str) -> Step:
     weight = p.weight if p.weight_on_input else None
-    return quantize.plan(
-        quantize.Problem(p.M, p.K, "bf16", p.scale_format, False, p.x_aligned, weight), arch
+    return permute.plan(
+        permute.Problem(p.M, p.K, p.topk, p.ids, p.has_map, p.scale_format, p.x_aligned, weight),
+        arch,
     )
 
 
@@ -133,16 +120,21 @@ def _quantize_y(p: Problem, arch: str) -> Step:
     )
 
 
-def _alone(step: Step) -> Step:
-    """Without overlap: its successors read what the caller's last kernel wrote before they wait."""
-    return step._replace(launch=step.launch._replace(overlap=False))
+def workspace(p: Problem, second: down.Plan) -> Workspace:
+    """Offsets of the regions. In bytes, with S = M * topk, pitch(n) = scale_pitch(n) * 4:
 
-
-def workspace(p: Problem) -> Workspace:
-    """Offsets of the regions. In bytes, with S = M * topk and G = 128:
-
-    M K (1 + 4/G) + S N (3 + 4/G)
+    S (K + pitch(K) + 4 + 3 N + pitch(N)) + 4, and 2 K for each slot beyond down's shared_slots,
+    K rounded up to whole passes.
     """
     S = p.M * p.topk
-    tokens, slots = p.M * (p.K // GROUP_SIZE) * 4, S * (p.N // GROUP_SIZE) * 4
-    return Workspace(*offsets((p.M * p.K, tokens, S * p.N * 2, S * p.N, slots)))
+    sizes = (
+        S * p.K,
+        S * scale_pitch(p.K) * 4,
+        S * 4,
+        4,
+        S * p.N * 2,
+        S * p.N,
+        S * scale_pitch(p.N) * 4,
+        second.memory_bytes(S),
+    )
+    return Workspace(*offsets(sizes))

@@ -1,4 +1,4 @@
-"""Plan of fused_experts_fp8: for few tokens `experts_decode`, for many `experts_prefill`.
+"""Plan of fused_experts_fp8: `experts_tiny`, `experts_decode` or `experts_prefill`, by tokens.
 
 Where neither can run eight launches: quantize x; sort slots (3); GEMM1; activate and quantize;
 GEMM2; combine.
@@ -14,6 +14,7 @@ from cumoe.plan import (
     experts_decode,
     experts_ends,
     experts_prefill,
+    experts_tiny,
     moe_align_block_size,
     moe_gemm_fp8,
     per_token_group_quant_fp8,
@@ -90,14 +91,15 @@ class Plan(NamedTuple):
         return (self.quantize, *align, *experts)
 
 
-AnyPlan = experts_decode.Plan | experts_prefill.Plan | Plan
+AnyPlan = experts_tiny.Plan | experts_decode.Plan | experts_prefill.Plan | Plan
 
 
 @lru_cache(4096)
 def plan(problem: Problem, device: DeviceInfo) -> AnyPlan:
-    """The whole call. ``M`` chooses the chain for few tokens, tiles and grids, nothing else."""
+    """The whole call. ``M`` chooses the chain, tiles and grids, nothing else."""
     return (
-        experts_decode.plan(problem, device)
+        experts_tiny.plan(problem, device)
+        or experts_decode.plan(problem, device)
         or experts_prefill.plan(problem, device)
         or _plan_of_any(problem, device)
     )
@@ -140,6 +142,12 @@ def _plan_of_any(problem: Problem, device: DeviceInfo) -> Plan:
     )
 
 
+def few_tokens(num_experts: int, topk: int) -> tuple[int, ...]:
+    """The most tokens of each regime of few tokens, where the GPU and the arrays allow it."""
+    regimes = experts_decode.regimes(num_experts)
+    return (experts_tiny.max_tokens(topk), *(r.max_slots // topk for r in regimes))
+
+
 def representative_token_counts(problem: Problem) -> tuple[int, ...]:
     """Numbers of tokens with one in each regime: their plans name all kernels that M can choose."""
     slots = {
@@ -148,6 +156,7 @@ def representative_token_counts(problem: Problem) -> tuple[int, ...]:
     }
     tokens = {-(-count // problem.topk) for count in slots}
     tokens |= experts_decode.representative_token_counts(problem)
+    tokens |= {experts_tiny.max_tokens(problem.topk), experts_tiny.max_tokens(problem.topk) + 1}
     return tuple(sorted(tokens | {*per_token_group_quant_fp8.representative_rows(problem.K)}))
 
 

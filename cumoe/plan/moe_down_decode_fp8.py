@@ -2,30 +2,42 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from functools import lru_cache
-from itertools import product
 from typing import NamedTuple
 
 from cumoe.plan.codes import ABSENT, FLOAT_TYPE, ID_TYPE
+from cumoe.plan.decode_tile import (
+    BARRIER_BYTES,
+    BLOCK_K,
+    CONSUMERS,
+    TILE_BYTES,
+    TILE_SLOTS,
+    chunks_bytes,
+    scale_pitch,
+    slots,
+)
 from cumoe.plan.device import H200, DeviceInfo
-from cumoe.plan.scales import GROUP_SIZE
-from cumoe.plan.slot_table import table_bytes
+from cumoe.plan.scales import ceil_to
 from cumoe.plan.spec import LaunchSpec, Step, kernel_spec
+from cumoe.plan.tensor_map import TensorMap
 
-ABI = "PPPPPPPqPqqqPqqqqqf"
-ROWS = 16
-"""Of a row tile."""
-MAX_STAGE_BLOCKS = 4
-"""128-blocks of N that a stage holds: whole rows, contiguous, where there are no more."""
-RING_BYTES = 131_072
-ROW_PADDING = 64
+ABI = "TTPPPPPPqqqPPqqqqqf"
+THREADS = CONSUMERS + 128
+WARPGROUPS = 2
+WGMMA_ROWS = 64
+"""Of an instruction, which reads what lies behind the rows of a pass."""
+HEADS = 8
+"""Chunks of a warpgroup whose scales are fetched ahead."""
+MAX_STAGE_BLOCKS = 3
+"""128-blocks of N that a stage holds, of which a box fetches all."""
+STAGES = (5, 4, 3)
+"""Of a warpgroup, where all slots fit beside them; else the last and as many slots as do."""
 
 
 class Problem(NamedTuple):
-    """The down products and the combine of up to max_tokens tokens."""
+    """The down products and the combine of up to max_slots slots."""
 
-    max_tokens: int
+    max_slots: int
     K: int
     N: int
     num_local_experts: int
@@ -36,41 +48,47 @@ class Problem(NamedTuple):
     has_map: bool
     weight: str | None
     """Type of topk_weights, or None where they were applied before."""
-    scale_format: str
     aligned: bool
     """Whether every row of out starts at a multiple of 4 bytes."""
-    quantize: bool
-    """Whether every CTA quantizes the slots for itself."""
-
-    @property
-    def num_slots(self) -> int:
-        """At most."""
-        return self.max_tokens * self.topk
-
-
-class Tiles(NamedTuple):
-    """How a CTA walks its columns."""
-
-    warps: int
-    stages: int
-    stage_blocks: int
-    pass_tiles: int
-    """Row tiles of a pass."""
 
 
 class Plan(NamedTuple):
-    """One launch, and the passes that each of its CTAs makes."""
+    """One launch, and what its arguments and its workspace follow from."""
 
     step: Step
     passes: int
+    """Of each CTA."""
+    rows: int
+    """Columns of the output, rows of w2, in a pass."""
+    stage_blocks: int
+    shared_slots: int
+    """Whose products lie in shared memory."""
+
+    def memory_bytes(self, num_slots: int) -> int:
+        """Of the products of the other slots."""
+        return self.step.launch.grid * max(num_slots - self.shared_slots, 0) * self.rows * 2
+
+    def weights(self, shape: tuple[int, ...], strides: tuple[int, ...]) -> TensorMap:
+        """w2 [E, K, N] as [E, N / 128, K, 128], in boxes of a stage."""
+        E, K, N = shape
+        apart = strides[0] if E > 1 else K * strides[1]  # of one expert it says nothing
+        box = (BLOCK_K, self.rows, self.stage_blocks, 1)
+        return TensorMap("w2", (BLOCK_K, K, N // BLOCK_K, E), (strides[1], BLOCK_K, apart), box)
+
+    def codes(self, array: str, offset: int, num_slots: int, N: int) -> TensorMap:
+        """Those of the activation."""
+        return slots(array, offset, num_slots, N, self.stage_blocks)
 
 
 @lru_cache(4096)
 def plan(problem: Problem, device: DeviceInfo) -> Plan | None:
-    """The kernel and its grid; None where the slots of 16 columns do not fit into shared memory."""
-    p, smem = problem, device.smem_optin_bytes
-    chosen = next((t for t in _tiles(p) if _smem_bytes(p, t) <= smem), None)
-    if chosen is None:
+    """The kernel and its grid; None where the rings do not fit into shared memory."""
+    p, rows, blocks = problem, pass_rows(problem.K), _stage_blocks(problem.N)
+    stage = WARPGROUPS * (blocks * (rows * BLOCK_K + p.n_tiles * TILE_BYTES) + 2 * BARRIER_BYTES)
+    room = device.smem_optin_bytes - _fixed_bytes(p)
+    stages = next((n for n in STAGES if n * stage + p.max_slots * rows * 2 <= room), STAGES[-1])
+    inside = min((room - stages * stage) // (rows * 2) // 8 * 8, p.max_slots)
+    if inside < 0:
         return None
     kernel = kernel_spec(
         "moe_down_decode_fp8",
@@ -79,50 +97,41 @@ def plan(problem: Problem, device: DeviceInfo) -> Plan | None:
         N=p.N,
         EXPERTS=p.num_local_experts,
         TOPK=p.topk,
-        MAX_SLOTS=p.max_tokens * p.topk,
+        MAX_SLOTS=p.max_slots,
         IDS=ID_TYPE[p.ids],
         MAP=p.has_map,
         WEIGHT=ABSENT if p.weight is None else FLOAT_TYPE[p.weight],
         ALIGNED=p.aligned,
-        UE8M0=p.quantize and p.scale_format == "ue8m0",
-        QUANTIZE=p.quantize,
-        WARPS=chosen.warps,
         N_TILES=p.n_tiles,
-        ITEM_TILES=1,
-        PASS_TILES=chosen.pass_tiles,
-        STAGE_BLOCKS=chosen.stage_blocks,
-        STAGES=chosen.stages,
+        STAGES=stages,
+        STAGE_BLOCKS=blocks,
+        ROWS=rows,
+        SHARED_SLOTS=inside,
     )
-    all_passes = -(-p.K // (ROWS * chosen.pass_tiles))
+    all_passes = -(-p.K // rows)
     passes = -(-all_passes // device.num_sms)
     grid = -(-all_passes // passes)
-    launch = LaunchSpec(grid, 32 * chosen.warps, _smem_bytes(p, chosen), overlap=True)
-    return Plan(Step(kernel, "moe_down_decode_fp8", launch, ABI), passes)
+    ring = stages * (stage - WARPGROUPS * 2 * BARRIER_BYTES)
+    behind = ring - blocks * p.n_tiles * TILE_BYTES + (WGMMA_ROWS - rows) * BLOCK_K
+    smem = max(_fixed_bytes(p) + stages * stage + inside * rows * 2, behind)
+    launch = LaunchSpec(grid, THREADS, smem, overlap=True)
+    return Plan(Step(kernel, "moe_down_decode_fp8", launch, ABI), passes, rows, blocks, inside)
 
 
-def _tiles(p: Problem) -> Iterator[Tiles]:
-    """Candidates, the best first: all of a CTA's columns in one pass, then fewer; 16 warps, then 8.
+def pass_rows(K: int) -> int:
+    """The fewest, of 16 to 64, with which the CTAs of an H200 own all columns at a time.
 
-    What a CTA of an H200 has: a kernel must not depend on the number of SMs, or nobody could build
-    it without the GPU.
+    A kernel must not depend on the number of SMs, or nobody could build it without the GPU.
     """
-    blocks = p.N // GROUP_SIZE
-    stage_blocks = next(n for n in range(MAX_STAGE_BLOCKS, 0, -1) if blocks % n == 0)
-    row_tiles = -(-p.K // (ROWS * H200.num_sms))
-    passes = [n for n in range(row_tiles, 0, -1) if row_tiles % n == 0]
-    many = (16, 8) if p.n_tiles == 1 else (12, 8)  # two column tiles take more than 128 registers
-    for pass_tiles, warps, stages in product(passes, many, (4, 3, 2)):
-        if warps * stages * _stage_bytes(stage_blocks) <= RING_BYTES:
-            yield Tiles(warps, stages, stage_blocks, pass_tiles)
+    return next((n for n in (16, 32, 48) if n * H200.num_sms >= K), 64)
 
 
-def _stage_bytes(stage_blocks: int) -> int:
-    return ROWS * stage_blocks * GROUP_SIZE
+def _stage_blocks(N: int) -> int:
+    return next(n for n in range(MAX_STAGE_BLOCKS, 0, -1) if N // BLOCK_K % n == 0)
 
 
-def _smem_bytes(p: Problem, t: Tiles) -> int:
-    ring = t.warps * t.stages
-    slots = p.num_slots * t.pass_tiles * ROWS * 2
-    codes = p.num_slots * (p.N + ROW_PADDING + p.N // GROUP_SIZE * 4) if p.quantize else 0
-    table = table_bytes(p.num_slots, p.num_local_experts)
-    return ring * _stage_bytes(t.stage_blocks) + -(-ring // 2) * 16 + slots + table + codes
+def _fixed_bytes(p: Problem) -> int:
+    scales = TILE_SLOTS * p.n_tiles * scale_pitch(p.N) + 4 * p.N // BLOCK_K
+    heads = WARPGROUPS * HEADS * (scales * 4 + 2 * BARRIER_BYTES)
+    of_slots = 4 * p.max_slots + 2 * ceil_to(p.max_slots, 8)  # weights and places
+    return heads + chunks_bytes(p.max_slots, p.num_local_experts, p.n_tiles) + of_slots

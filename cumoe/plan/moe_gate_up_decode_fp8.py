@@ -1,4 +1,4 @@
-"""Plan of moe_gate_up_decode_fp8: as many CTAs as SMs, which share its items evenly."""
+"""Plan of moe_gate_up_decode_fp8: as many CTAs as SMs, which claim its items from a counter."""
 
 from __future__ import annotations
 
@@ -6,58 +6,54 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from cumoe.plan.codes import ID_TYPE
+from cumoe.plan.decode_tile import (
+    BARRIER_BYTES,
+    BLOCK_K,
+    CONSUMERS,
+    TILE_BYTES,
+    TILE_SLOTS,
+    chunks_bytes,
+    scale_pitch,
+    slots,
+)
 from cumoe.plan.device import DeviceInfo
-from cumoe.plan.scales import GROUP_SIZE, ceil_to
-from cumoe.plan.slot_table import table_bytes
+from cumoe.plan.scales import ceil_to
 from cumoe.plan.spec import LaunchSpec, Step, kernel_spec
+from cumoe.plan.tensor_map import TensorMap
 
-ABI = "PqPPPPPqqPqqqPqqqfff"
-WARPS = 8
-"""That multiply. Each takes every eighth 128-block of K, whatever a stage holds, so that the order
-of the sums, and with it a token's bytes, is the same for every plan."""
-PRODUCER_WARPS = 3
-RING_BYTES = 163_840
-"""Of weights and tokens in flight, at most. A larger ring was slower (docs/decisions/0003)."""
-TILE_BYTES = 32 * 4 * 4
-"""A warp's sums of 16 rows by 8 columns."""
-ROW_PADDING = 64
+ABI = "TTTTPPPPqqqPPqqqfff"
+THREADS = CONSUMERS + 96
+STAGE_BLOCKS = 4
+"""128-blocks of K in a stage."""
+ITEM_GROUPS = 4
+"""Of 8 gate and 8 up rows each."""
+HEADS, QUEUE = 2, 4
+"""Items whose scales, and which, are known ahead."""
+MAX_STAGES = 5
+"""A longer ring gained nothing (docs/decisions/0003)."""
 
 
 class Problem(NamedTuple):
-    """The gate and up products, and the activation, of up to max_tokens tokens."""
+    """The gate and up products, and the activation, of up to max_slots slots."""
 
-    max_tokens: int
+    max_slots: int
     K: int
     N: int
     num_local_experts: int
-    topk: int
     n_tiles: int
     """8 slots each, that one pass over an expert's weights serves."""
     ids: str
     has_map: bool
-    scale_format: str
     clamp: int
     scaled: bool
-    quantize: bool
-    """Whether every CTA quantizes the tokens for itself."""
-
-
-def stage_blocks(K: int) -> int:
-    """128-blocks of K in a stage: the most, up to 24, that divide K, in steps of `WARPS`."""
-    blocks = K // GROUP_SIZE
-    return next((n for n in (24, 16, 8) if blocks % n == 0), WARPS)
 
 
 @lru_cache(4096)
 def plan(problem: Problem, device: DeviceInfo) -> Step | None:
     """The kernel and its grid; None where two stages do not fit into shared memory."""
     p = problem
-    m_tiles, blocks = p.n_tiles, stage_blocks(p.K)
-    if p.n_tiles > 1:
-        blocks = WARPS  # a stage of more rows and tokens is as large with fewer of them
-    stage = _stage_bytes(p, m_tiles, blocks)
-    fixed = 2 * WARPS * m_tiles * p.n_tiles * TILE_BYTES + _tokens_bytes(p)
-    stages = min(RING_BYTES, device.smem_optin_bytes - fixed) // (stage + 16)
+    stage, fixed = _stage_bytes(p.n_tiles), _fixed_bytes(p)
+    stages = min((device.smem_optin_bytes - fixed) // stage, MAX_STAGES)
     if stages < 2:
         return None
     kernel = kernel_spec(
@@ -66,33 +62,40 @@ def plan(problem: Problem, device: DeviceInfo) -> Step | None:
         K=p.K,
         N=p.N,
         EXPERTS=p.num_local_experts,
-        TOPK=p.topk,
-        MAX_SLOTS=p.max_tokens * p.topk,
+        MAX_SLOTS=p.max_slots,
         IDS=ID_TYPE[p.ids],
         MAP=p.has_map,
-        UE8M0=p.quantize and p.scale_format == "ue8m0",
         CLAMP=p.clamp,
         SCALED=p.scaled,
-        QUANTIZE=p.quantize,
-        WARPS=WARPS,
-        M_TILES=m_tiles,
         N_TILES=p.n_tiles,
-        STAGE_BLOCKS=blocks,
         STAGES=stages,
     )
-    smem = fixed + stages * (stage + 16)
-    threads = 32 * (WARPS + PRODUCER_WARPS)
-    launch = LaunchSpec(device.num_sms, threads, smem, overlap=not p.quantize)
+    launch = LaunchSpec(device.num_sms, THREADS, fixed + stages * stage, overlap=True)
     return Step(kernel, "moe_gate_up_decode_fp8", launch, ABI)
 
 
-def _stage_bytes(p: Problem, m_tiles: int, blocks: int) -> int:
-    row, columns = blocks * GROUP_SIZE + ROW_PADDING, 0 if p.quantize else 8 * p.n_tiles
-    return ceil_to((16 * m_tiles + columns) * row + (2 + columns) * blocks * 4, 16)
+def _stage_bytes(n_tiles: int) -> int:
+    rows = 2 * TILE_SLOTS * ITEM_GROUPS
+    return STAGE_BLOCKS * (rows * BLOCK_K + n_tiles * TILE_BYTES) + 2 * BARRIER_BYTES
 
 
-def _tokens_bytes(p: Problem) -> int:
-    """The table of slots, and the tokens where the CTA quantizes them."""
-    table = table_bytes(p.max_tokens * p.topk, p.num_local_experts)
-    row = p.K + ROW_PADDING + p.K // GROUP_SIZE * 4
-    return table + (p.max_tokens * row if p.quantize else 0)
+def _fixed_bytes(p: Problem) -> int:
+    scales = TILE_SLOTS * p.n_tiles * scale_pitch(p.K) + ceil_to(2 * p.K // BLOCK_K, 4)
+    exchange = 2 * p.n_tiles * 128 * 16
+    queues = (HEADS + QUEUE) * 2 * BARRIER_BYTES + QUEUE * 8
+    chunks = chunks_bytes(p.max_slots, p.num_local_experts, p.n_tiles)
+    return HEADS * scales * 4 + exchange + queues + chunks
+
+
+def weights(shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[TensorMap, ...]:
+    """w1 [E, 2N, K] as [E, N / 8, 2, 8, K], groups of 8 gate and 8 up rows; boxes of 4, 2 and 1."""
+    E, rows, K = shape
+    row = strides[1]
+    apart = strides[0] if E > 1 else rows * row  # of one expert it says nothing
+    dims, steps = (K, 8, 2, rows // 16, E), (row, rows // 2 * row, 8 * row, apart)
+    return tuple(TensorMap("w1", dims, steps, (BLOCK_K, 8, 2, n, 1)) for n in (ITEM_GROUPS, 2, 1))
+
+
+def tokens(array: str, offset: int, num_slots: int, K: int) -> TensorMap:
+    """The tokens' codes, once for each slot."""
+    return slots(array, offset, num_slots, K, STAGE_BLOCKS)

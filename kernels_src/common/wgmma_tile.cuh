@@ -34,10 +34,10 @@ struct Ring {
 DEVICE void multiply_block(float (&acc)[64], u32 a, u32 b) {
     const u64 left = wgmma_operand(a), right = wgmma_operand(b);
     wgmma_fence();
-    wgmma_m64n128k32_e4m3<false>(acc, left, right);
-    wgmma_m64n128k32_e4m3<true>(acc, left + 2, right + 2);
-    wgmma_m64n128k32_e4m3<true>(acc, left + 4, right + 4);
-    wgmma_m64n128k32_e4m3<true>(acc, left + 6, right + 6);
+    wgmma_m64k32_e4m3<false, 16>(acc, left, right);
+    wgmma_m64k32_e4m3<true, 16>(acc, left + 2, right + 2);
+    wgmma_m64k32_e4m3<true, 16>(acc, left + 4, right + 4);
+    wgmma_m64k32_e4m3<true, 16>(acc, left + 6, right + 6);
     wgmma_commit();
     wgmma_wait(acc);
 }

@@ -13,3 +13,9 @@ template <int THREADS>
 DEVICE void barrier_sync_of(int id) {
     asm volatile("bar.sync %0, %1;" ::"r"(id), "n"(THREADS) : "memory");
 }
+
+// Does not wait: what these threads wrote is there for those that sync.
+template <int ID, int THREADS>
+DEVICE void barrier_arrive() {
+    asm volatile("bar.arrive %0, %1;" ::"n"(ID), "n"(THREADS) : "memory");
+}

@@ -15,7 +15,7 @@ import torch
 import cumoe
 from cumoe.launch import device as gpu
 from cumoe.ops import _op
-from cumoe.plan import experts_decode, experts_prefill
+from cumoe.plan import experts_decode, experts_prefill, experts_tiny
 from cumoe.plan import fused_experts_fp8 as planning
 from cumoe.plan.enumerate import steps_in
 from cumoe.store import store
@@ -145,7 +145,11 @@ def only(chain: str) -> Iterator[None]:
         forget_calls()
 
 
-CHAINS = {"few": experts_decode.Plan, "many": experts_prefill.Plan, "any": planning.Plan}
+CHAINS: dict[str, tuple[type, ...]] = {
+    "few": (experts_tiny.Plan, experts_decode.Plan),
+    "many": (experts_prefill.Plan,),
+    "any": (planning.Plan,),
+}
 
 
 def few_tokens_only() -> AbstractContextManager[None]:

@@ -27,10 +27,9 @@ WGMMA_TOTAL = 8e-3
 WGMMA_ROW = 4e-2
 
 
-def experts_row(num_tokens: int, topk: int, num_experts: int) -> float:
-    """Of a call of the experts: few tokens add up in fp32, more run on wgmma where there is one."""
-    few = 8 * max(num_experts, topk)
-    return MMA_ROW if num_tokens * topk <= few else WGMMA_ROW
+def experts_row(num_tokens: int, topk: int) -> float:
+    """Of a call of the experts: the fewest slots add up in fp32, more on wgmma if there is one."""
+    return MMA_ROW if num_tokens <= min(32 // topk, 8) else WGMMA_ROW
 
 
 SILU_CODE_SHARE = 1e-4

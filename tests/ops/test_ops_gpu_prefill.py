@@ -12,7 +12,7 @@ import torch
 
 import cumoe
 from cumoe.launch import device as gpu
-from cumoe.plan import experts_decode, experts_prefill
+from cumoe.plan import experts_prefill
 from cumoe.plan import fused_experts_fp8 as planning
 from cumoe.plan.device import H200
 from cumoe.plan.silu_and_mul_quant_fp8 import clamp_kind
@@ -106,7 +106,7 @@ class Case(NamedTuple):
     @property
     def M(self) -> int:
         E, topk, _, _ = self.shape
-        few = max(r.max_slots for r in experts_decode.regimes(E, topk)) // topk
+        few = max(planning.few_tokens(E, topk))
         return self.slots * few + 1 + self.odd
 
     @property

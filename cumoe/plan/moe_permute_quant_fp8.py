@@ -1,0 +1,48 @@
+"""Plan of moe_permute_quant_fp8: a CTA for each token."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from cumoe.plan.codes import ABSENT, FLOAT_TYPE, ID_TYPE
+from cumoe.plan.scales import GROUP_SIZE, ceil_to
+from cumoe.plan.spec import LaunchSpec, Step, kernel_spec
+
+ABI = "PqPPPPPPPqqq"
+LANES = 8
+"""That hold a group."""
+MIN_THREADS, MAX_THREADS = 128, 512
+
+
+class Problem(NamedTuple):
+    """The tokens of a call, each quantized once and written once for each of its slots."""
+
+    M: int
+    K: int
+    topk: int
+    ids: str
+    has_map: bool
+    scale_format: str
+    aligned: bool
+    """Whether every row of x starts at a multiple of 16 bytes."""
+    row_weight: str | None
+    """Type of the factor of each row, or None for no factor."""
+
+
+def plan(problem: Problem, arch: str) -> Step:
+    """The kernel and its grid. It overlaps nothing: its successors read what ran before it."""
+    p = problem
+    threads = min(max(ceil_to(p.K // GROUP_SIZE * LANES, 32), MIN_THREADS), MAX_THREADS)
+    kernel = kernel_spec(
+        "moe_permute_quant_fp8",
+        arch,
+        K=p.K,
+        TOPK=p.topk,
+        IDS=ID_TYPE[p.ids],
+        MAP=p.has_map,
+        UE8M0=p.scale_format == "ue8m0",
+        ALIGNED=p.aligned,
+        ROW_WEIGHT=ABSENT if p.row_weight is None else FLOAT_TYPE[p.row_weight],
+        THREADS=threads,
+    )
+    return Step(kernel, "moe_permute_quant_fp8", LaunchSpec(p.M, threads), ABI)
