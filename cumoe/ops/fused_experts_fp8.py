@@ -14,10 +14,12 @@ from cumoe.launch.run import At, Launch
 from cumoe.ops._experts_inputs import ARRAYS, Checked, checked, scalars
 from cumoe.ops._op import Call, Op
 from cumoe.ops.moe_align_block_size import align_launches
-from cumoe.plan import experts_decode, experts_prefill, moe_align_block_size
+from cumoe.plan import experts_decode, experts_prefill, experts_tiny, moe_align_block_size
 from cumoe.plan import fused_experts_fp8 as planning
 from cumoe.plan import moe_down_prefill_fp8 as down_prefill
+from cumoe.plan import moe_gate_up_decode_fp8 as gate_up_decode
 from cumoe.plan import moe_gate_up_prefill_fp8 as gate_up_prefill
+from cumoe.plan.decode_tile import scale_pitch
 from cumoe.plan.device import DeviceInfo
 from cumoe.plan.scales import GROUP_SIZE
 from cumoe.plan.spec import Step
@@ -164,6 +166,8 @@ def _scale(c: Checked, name: str) -> tuple[float | At, ...]:
 def _launches(p: planning.Problem, plan: planning.AnyPlan, c: Checked, first: int) -> list[Launch]:
     """The launches for tokens first ... first + p.M, in order."""
     given = _arguments(p, c, first)
+    if isinstance(plan, experts_tiny.Plan):
+        return _launches_of_fewest(p, plan, c, given)
     if isinstance(plan, experts_decode.Plan):
         return _launches_of_few(p, plan, c, given)
     if isinstance(plan, experts_prefill.Plan):
@@ -171,29 +175,54 @@ def _launches(p: planning.Problem, plan: planning.AnyPlan, c: Checked, first: in
     return _launches_of_any(p, plan, c, given)
 
 
+def _launches_of_fewest(
+    p: planning.Problem, plan: experts_tiny.Plan, c: Checked, given: _Arguments
+) -> list[Launch]:
+    y, size = At("workspace", plan.workspace.y), (p.M * p.topk, p.num_experts, p.num_local_experts)
+    return [
+        Launch(
+            plan.gate_up,
+            (*given.x, given.ids, given.expert_map, *_weight(c, "w1", 2), y, *size,
+             *given.activation),
+        ),
+        Launch(
+            plan.down,
+            (y, given.ids, given.weights, given.expert_map, *_weight(c, "w2", 1), *given.out,
+             *size, c.scalars.factor),
+        ),
+    ]  # fmt: skip
+
+
 def _launches_of_few(
     p: planning.Problem, plan: experts_decode.Plan, c: Checked, given: _Arguments
 ) -> list[Launch]:
     at = {name: At("workspace", offset) for name, offset in plan.workspace._asdict().items()}
     slots, size = p.M * p.topk, (p.M * p.topk, p.num_experts, p.num_local_experts)
-    launches = [
+    w1, w2, down = c.given["w1"], c.given["w2"], plan.down
+    places, counter = at["place_of_slot"], at["counter"]
+    codes = at["q"], at["q_scale"], scale_pitch(p.N), 1, slots, slots, 0
+    return [
+        Launch(
+            plan.permute,
+            (*given.x, given.weights, given.ids, given.expert_map, at["a"], at["a_scale"], places,
+             counter, *size),
+        ),
         Launch(
             plan.gate_up,
-            (*given.x, at["a"], at["a_scale"], given.ids, given.expert_map, *_weight(c, "w1", 2),
-             at["y"], *size, *given.activation),
+            (*gate_up_decode.weights(w1.shape, w1.strides),
+             gate_up_decode.tokens("workspace", plan.workspace.a, slots, p.K), at["a_scale"],
+             given.ids, given.expert_map, *_scale(c, "w1"), at["y"], counter, *size,
+             *given.activation),
         ),
+        Launch(plan.quantize_y, (at["y"], p.N, 0, *codes)),
         Launch(
-            plan.down.step,
-            (at["y"], at["q"], at["q_scale"], given.ids, given.weights, given.expert_map,
-             *_weight(c, "w2", 1), *given.out, *size, plan.down.passes, c.scalars.factor),
+            down.step,
+            (down.weights(w2.shape, w2.strides),
+             down.codes("workspace", plan.workspace.q, slots, p.N), at["q_scale"], given.ids,
+             given.weights, given.expert_map, places, *_scale(c, "w2"), at["d"], *given.out, *size,
+             down.passes, c.scalars.factor),
         ),
     ]  # fmt: skip
-    if plan.quantize_y is not None:
-        codes = at["q"], at["q_scale"], p.N // GROUP_SIZE, 1, slots, slots, 0
-        launches.insert(1, Launch(plan.quantize_y, (at["y"], p.N, 0, *codes)))
-    if plan.quantize_x is not None:
-        launches.insert(0, _quantize_x(plan.quantize_x, p, given, at))
-    return launches
 
 
 def _launches_of_many(
