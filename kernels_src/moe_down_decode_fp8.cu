@@ -30,6 +30,7 @@ constexpr int HEADS = 8;                            // of a warpgroup
 constexpr int HEAD_FLOATS = COLUMNS * PITCH + 4 * N_BLOCKS;
 constexpr int PAIRS = ROWS / 2;                     // of d: rows r and r + 8 of a stripe
 constexpr u16 NOWHERE = 0xFFFF;
+constexpr int SLOTS = ceil_div(MAX_SLOTS, 8) * 8;   // rooms: what follows starts at a multiple of 16 bytes
 
 // The two warpgroups' places in their rings, of which `mine` is that of the current chunk.
 template <int COUNT>
@@ -49,8 +50,8 @@ struct Shared {
     float* heads;                        // [2][HEADS][HEAD_FLOATS]: a chunk's scales, then those of 4 stripes of w
     u32 head_full, head_empty;
     Chunk* chunks;
-    float* weights;                      // [MAX_SLOTS] of the slots
-    u16* places;                         // [MAX_SLOTS] of the slots
+    float* weights;                      // [SLOTS] of the slots
+    u16* places;                         // [SLOTS] of the slots
     u32* d;                              // [SHARED_SLOTS, PAIRS]
 
     DEVICE explicit Shared(u8* smem) {
@@ -61,8 +62,8 @@ struct Shared {
         head_full = empty + 2 * STAGES * 8, head_empty = head_full + 2 * HEADS * 8;
         chunks = reinterpret_cast<Chunk*>(barriers + 4 * (STAGES + HEADS));
         weights = reinterpret_cast<float*>(reinterpret_cast<u8*>(chunks) + chunks_bytes<EXPERTS, MAX_SLOTS, COLUMNS>());
-        places = reinterpret_cast<u16*>(weights + MAX_SLOTS);
-        d = reinterpret_cast<u32*>(places + ceil_div(MAX_SLOTS, 8) * 8);
+        places = reinterpret_cast<u16*>(weights + SLOTS);
+        d = reinterpret_cast<u32*>(places + SLOTS);
     }
     DEVICE void init() const {
         for (int s = 0; s < 2 * STAGES; s++) mbarrier_init(full + s * 8, 2), mbarrier_init(empty + s * 8, 4);

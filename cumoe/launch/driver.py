@@ -6,8 +6,7 @@ Layouts are those of cuda.h, the same in CUDA 12 and 13.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from functools import cache, partial
 
 from cumoe.errors import CumoeError, UnsupportedDeviceError
@@ -78,18 +77,24 @@ def is_capturing(stream: int) -> bool:
     return status.value != 0
 
 
-@contextmanager
-def relaxed_capture() -> Iterator[None]:
+class relaxed_capture:
     """Lets this thread load modules while another one captures a stream in CUDA's global mode.
 
     In that mode, torch's, a call that may allocate fails in every thread and ends the capture.
     """
-    mode = ctypes.c_int(CAPTURE_MODE_RELAXED)
-    check(library().cuThreadExchangeStreamCaptureMode(ctypes.byref(mode)), "capture mode")
-    try:
-        yield
-    finally:
-        check(library().cuThreadExchangeStreamCaptureMode(ctypes.byref(mode)), "capture mode")
+
+    __slots__ = ("_mode",)
+
+    def __enter__(self) -> None:
+        self._mode = ctypes.c_int(CAPTURE_MODE_RELAXED)
+        self._exchange()
+
+    def __exit__(self, *error: object) -> None:
+        self._exchange()
+
+    def _exchange(self) -> None:
+        code = library().cuThreadExchangeStreamCaptureMode(ctypes.byref(self._mode))
+        check(code, "capture mode")
 
 
 class LaunchAttribute(ctypes.Structure):

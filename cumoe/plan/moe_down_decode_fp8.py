@@ -133,5 +133,5 @@ def _stage_blocks(N: int) -> int:
 def _fixed_bytes(p: Problem) -> int:
     scales = TILE_SLOTS * p.n_tiles * scale_pitch(p.N) + 4 * p.N // BLOCK_K
     heads = WARPGROUPS * HEADS * (scales * 4 + 2 * BARRIER_BYTES)
-    of_slots = 4 * p.max_slots + 2 * ceil_to(p.max_slots, 8)  # weights and places
+    of_slots = 6 * ceil_to(p.max_slots, 8)  # weights and places
     return heads + chunks_bytes(p.max_slots, p.num_local_experts, p.n_tiles) + of_slots

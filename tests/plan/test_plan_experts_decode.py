@@ -129,7 +129,8 @@ def down_smem(c: dict[str, int]) -> int:
     stage = c["STAGE_BLOCKS"] * (c["ROWS"] * 128 + c["N_TILES"] * 1024)
     heads = 2 * 8 * (columns * pitch_in_the_source(n_blocks) + 4 * n_blocks) * 4
     barriers = 4 * (c["STAGES"] + 8) * 8
-    of_slots = slots * 4 + up(slots, 8) * 2
+    of_slots = up(slots, 8) * (4 + 2)
+    assert chunks_in_the_source(c) % 16 == 0  # d is read 16 bytes at a time
     d = c["SHARED_SLOTS"] * c["ROWS"] // 2 * 4
     ring = 2 * c["STAGES"] * stage
     last = ring - stage + (c["STAGE_BLOCKS"] - 1) * c["ROWS"] * 128  # rows of the last product
