@@ -73,7 +73,7 @@ def form(name: str, device: str = "cpu", **options: Any) -> tuple[Any, Arguments
     if overload == "out":
         given |= poisoned_outputs(op, given)
     if overload == "workspace":
-        given["workspace"] = torch.full((1 << 20,), 0xFF, dtype=torch.uint8, device=device)
+        given["workspace"] = torch.full((1 << 22,), 0xFF, dtype=torch.uint8, device=device)
     return getattr(getattr(OPS, op), overload), given
 
 

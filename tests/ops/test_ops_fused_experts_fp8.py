@@ -46,7 +46,7 @@ def check(backend: NumpyBackend, wanted: Answers, **options: Any) -> None:
 
 
 def assert_right(got: np.ndarray, wanted: Answers) -> None:
-    tolerance = tolerances.experts_row(*wanted.case.ids.shape)
+    tolerance = tolerances.experts_row(*wanted.case.ids.shape, *wanted.case.experts.w2.shape[1:])
     assert_rows_close(got, wanted.want, tolerance, "against the reference")
     assert_rows_close(got, wanted.exact, tolerances.EXACT_ROW, "against float64")
     assert_total_close(got, wanted.exact, tolerances.EXACT_TOTAL, cosine=tolerances.EXACT_COSINE)

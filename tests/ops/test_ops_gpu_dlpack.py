@@ -187,13 +187,15 @@ def test_lent_memory_goes_back_after_the_kernel_and_not_before():
     want, _ = cumoe.per_token_group_quant_fp8(x.array)  # compiles: that would outlast the delay
     ours = cupy.cuda.Stream(non_blocking=True)
     torch.cuda.synchronize()
+    gc.collect()
     with ours:
         with torch.cuda.stream(torch.cuda.ExternalStream(ours.ptr)):
-            torch.cuda._sleep(DELAY)
+            torch.cuda._sleep(20 * DELAY)
         q, _ = cumoe.per_token_group_quant_fp8(x)
-    gc.collect()
     lending.sweep()
-    assert x.is_lent()
+    is_lent, is_early = x.is_lent(), not ours.done
+    assert is_early, "the delay is over: it says nothing"
+    assert is_lent
     raw_bytes(torch.empty_like(x.array)).fill_(0xFF)  # what a reuse that came too early would do
     ours.synchronize()
     lending.sweep()

@@ -47,7 +47,7 @@ def test_six_hundred_thousand_slots():
     for i in (1, last // 2, last):
         assert_bitwise_equal(got[125 * i :][:125], got[:125])
     want = alone(layer, some).run(cumoe.reference.fused_experts_fp8)
-    assert_rows_close(got[:125], want, tolerances.WGMMA_ROW, "against the reference")
+    assert_rows_close(got[:125], want, tolerances.wgmma(512, 256).row, "against the reference")
 
 
 def test_weights_far_apart():
@@ -72,7 +72,7 @@ def test_filtered_rows_beyond_2_to_the_31():
     rows, H = 61_682, 17_408
     gate_up = torch.randn(1, 2 * H, device=DEVICE).bfloat16().repeat(rows, 1)
     ids = torch.full((rows,), -1, dtype=torch.int32, device=DEVICE)
-    ids[rows - 1 :: -64] = 3
+    ids[(rows - 1) % 64 :: 64] = 3
     out = torch.full((rows, H), 0xAA, dtype=torch.uint8, device=DEVICE)
     scale = torch.full((rows, H // 128), 123.0, device=DEVICE)
     cumoe.silu_and_mul_quant_fp8(

@@ -90,7 +90,8 @@ def test_the_padded_layer_computes_the_same_function(backend, rng, N, K):
     want = ExpertsCase(padded, wide, weights, ids).run(
         cumoe.reference.fused_experts_fp8, swiglu_limit=2.0
     )
-    assert_rows_close(got, want, tolerances.MMA_ROW)
+    K, N = padded.w2.shape[1:]
+    assert_rows_close(got, want, tolerances.experts_row(*ids.shape, K, N))
 
 
 def unpadded_halves(experts: ExpertWeights) -> tuple[np.ndarray, np.ndarray]:
