@@ -1,5 +1,5 @@
-// Products of 16-row tiles of weights with 8-column tiles of tokens over 128-blocks of K, on e4m3 rows
-// in shared memory.
+// Products of a tile of 16 rows of weights with one of 8 columns of tokens over 128-blocks of K, on e4m3
+// rows in shared memory.
 //
 // A dot product does not care in which order k is walked, so the k of a fragment are permuted: lane l
 // reads bytes 16 (l % 4) ... + 15 of each half (64 bytes) of a block, of rows l / 4 and l / 4 + 8 and of
@@ -30,34 +30,8 @@ struct F16x16 {
     }
 };
 
-// part[m][n] += products over one block. low(m) is the lane's address in row lane_row() of row tile m,
-// high(m) in row lane_row() + 8; b(n, half) are its codes of column tile n. Only the first `n_tiles`
-// column tiles are wanted.
-template <int M_TILES, int N_TILES, class LOW, class HIGH, class B>
-DEVICE void multiply_block(float (&part)[M_TILES][N_TILES][4], LOW low, HIGH high, B b, int n_tiles) {
-#pragma unroll
-    for (int half = 0; half < 2; half++) {
-        F16x16 columns[N_TILES];
-#pragma unroll
-        for (int n = 0; n < N_TILES; n++)
-            if (N_TILES == 1 || n < n_tiles) columns[n] = F16x16(b(n, half));
-#pragma unroll
-        for (int m = 0; m < M_TILES; m++) {
-            const F16x16 upper(load_codes(low(m) + half * 64)), lower(load_codes(high(m) + half * 64));
-#pragma unroll
-            for (int j = 0; j < 8; j += 2) {
-                const u32 rows[4] = {upper.v[j], lower.v[j], upper.v[j + 1], lower.v[j + 1]};
-#pragma unroll
-                for (int n = 0; n < N_TILES; n++)
-                    if (N_TILES == 1 || n < n_tiles)
-                        mma_m16n8k16_f16(part[m][n], rows, columns[n].v[j], columns[n].v[j + 1]);
-            }
-        }
-    }
-}
-
-// The same for one tile. low and high are the lane's addresses in rows lane_row() and lane_row() + 8,
-// columns(half) its codes of the column tile.
+// part += products over one block. low and high are the lane's addresses in rows lane_row() and
+// lane_row() + 8, columns(half) its codes of the column tile.
 template <class COLUMNS_OF>
 DEVICE void multiply_block(float (&part)[4], const u8* low, const u8* high, COLUMNS_OF columns) {
 #pragma unroll

@@ -27,7 +27,7 @@ struct WeightRing {
     DEVICE void fill(int i, int bytes, const u8* from) const {
         if (threadIdx.x % 32 == 0) {
             mbarrier_arrive_expect(barriers + i * 8, bytes);
-            if (bytes) bulk_copy(smem_address(stages + i * STAGE_BYTES), from, bytes, barriers + i * 8);
+            bulk_copy(smem_address(stages + i * STAGE_BYTES), from, bytes, barriers + i * 8);
         }
     }
 
