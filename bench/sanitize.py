@@ -123,14 +123,17 @@ class Experts(NamedTuple):
 
 
 EXPERTS = (
-    Experts(1, 2, 4, 128, 128),  # the products quantize; the table of one warp; one 128-block
-    Experts(8, 4, 8, 1152, 256, mapped=True),  # that of 32 slots; a ragged stage
-    Experts(8, 6, 16, 2304, 640, scale_format="ue8m0"),  # of the CTA; stages are used again
-    Experts(5, 4, 8, 256, 128, gap=1),  # x is quantized before
-    Experts(8, 8, 2, 256, 2048),  # y is; steps of a row of w2; a few chunks an expert
-    Experts(13, 4, 16, 1152, 384, mapped=True),  # x and y are
-    Experts(30, 4, 16, 1152, 256),  # two column tiles
-    Experts(16, 8, 16, 2304, 512, mapped=True, scale_format="ue8m0"),
+    # The fewest tokens.
+    Experts(1, 2, 4, 128, 128),  # one 128-block
+    Experts(8, 4, 8, 1152, 256, mapped=True),  # 32 slots; a ragged stage
+    Experts(5, 6, 16, 2304, 640, scale_format="ue8m0"),  # stages are used again
+    # Few tokens.
+    Experts(10, 4, 64, 1152, 384),  # chunks of 8
+    Experts(5, 4, 8, 256, 128, gap=1),  # of 16; rows of x are not aligned; half of a stage
+    Experts(8, 8, 2, 256, 2048),  # more tokens than an expert has room for: the chain for many
+    Experts(13, 4, 16, 1152, 384, mapped=True),  # nine 128-blocks
+    Experts(30, 4, 16, 1152, 256),  # of 32
+    Experts(16, 8, 16, 2304, 512, mapped=True, scale_format="ue8m0"),  # two steps of a row of w2
     # Many tokens.
     Experts(70, 2, 4, 128, 128),  # one 128-block, fewer than stages; half of a tile outside
     Experts(131, 3, 8, 640, 384, mapped=True, scale_format="ue8m0"),
