@@ -129,23 +129,28 @@ DEVICE void run_chunk_of(const Chunk& chunk, Rest&... rest) {
 
 // Adds up the slots of each token for the columns of a pass, from `first` on: 4 pairs a thread.
 DEVICE void combine(const Shared& shared, const Sums& d, int tokens, int first, u16* out, i64 out_row_stride, float factor) {
-    constexpr int QUADS = PAIRS / 4;
+    constexpr int QUADS = PAIRS / 4, RUN = TOPK < 8 ? TOPK : 8;  // slots whose products are loaded together
     for (int i = threadIdx.x; i < tokens * QUADS; i += CONSUMERS) {
         const int token = i / QUADS, quad = i % QUADS, k = first + quad / 2 * 16 + quad % 2 * 4;
         if (k >= K) continue;
-        const u16* places = shared.places + token * TOPK;
-        uint4 v[TOPK];
-#pragma unroll
-        for (int j = 0; j < TOPK; j++)
-            if (places[j] != NOWHERE) v[j] = *reinterpret_cast<const uint4*>(d[places[j]] + quad * 4);
         float low[4] = {}, high[4] = {};
+#pragma unroll 1
+        for (int run = 0; run < TOPK; run += RUN) {
+            const u16* places = shared.places + token * TOPK + run;
+            const float* weights = shared.weights + token * TOPK + run;
+            uint4 v[RUN];
 #pragma unroll
-        for (int j = 0; j < TOPK; j++) {
-            if (places[j] == NOWHERE) continue;
-            const float w = shared.weights[token * TOPK + j];
-            const u32 pairs[4] = {v[j].x, v[j].y, v[j].z, v[j].w};
+            for (int j = 0; j < RUN; j++)
+                if ((TOPK % RUN == 0 || run + j < TOPK) && places[j] != NOWHERE)
+                    v[j] = *reinterpret_cast<const uint4*>(d[places[j]] + quad * 4);
 #pragma unroll
-            for (int c = 0; c < 4; c++) low[c] = low[c] + w * low_f32(pairs[c]), high[c] = high[c] + w * high_f32(pairs[c]);
+            for (int j = 0; j < RUN; j++) {
+                if (TOPK % RUN && run + j >= TOPK || places[j] == NOWHERE) continue;
+                const u32 pairs[4] = {v[j].x, v[j].y, v[j].z, v[j].w};
+#pragma unroll
+                for (int c = 0; c < 4; c++)
+                    low[c] = low[c] + weights[j] * low_f32(pairs[c]), high[c] = high[c] + weights[j] * high_f32(pairs[c]);
+            }
         }
         u16* to = out + token * out_row_stride + k;
 #pragma unroll

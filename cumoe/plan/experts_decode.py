@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 
 MOST_SLOTS = 0xFFFF
 """Exclusive: places and experts are 16-bit numbers."""
+MOST_TOPK = 32
+"""Slots of a token that a thread keeps in registers."""
 
 
 class Regime(NamedTuple):
@@ -82,7 +84,13 @@ def plan(problem: Problem, device: DeviceInfo) -> Plan | None:
     slots = (p.whole_M or p.M) * p.topk
     regime = next((r for r in regimes(p.num_experts) if slots <= r.max_slots), None)
     able = has_wgmma(device.arch) and p.weights_mappable and p.num_local_experts < MOST_SLOTS
-    if p.M == 0 or regime is None or regime.max_slots >= MOST_SLOTS or not able:
+    if (
+        p.M == 0
+        or p.topk > MOST_TOPK
+        or regime is None
+        or regime.max_slots >= MOST_SLOTS
+        or not able
+    ):
         return None
     most = regime.max_slots // p.topk * p.topk
     first = gate_up.plan(

@@ -12,6 +12,8 @@ ABI = "PqPPPPPPPqqq"
 LANES = 8
 """That hold a group."""
 MIN_THREADS, MAX_THREADS = 128, 512
+MANY_SLOTS = 16
+"""Of a token: more of them want the registers of half the threads."""
 
 
 class Problem(NamedTuple):
@@ -32,7 +34,8 @@ class Problem(NamedTuple):
 def plan(problem: Problem, arch: str) -> Step:
     """The kernel and its grid. It overlaps nothing: its successors read what ran before it."""
     p = problem
-    threads = min(max(ceil_to(p.K // GROUP_SIZE * LANES, 32), MIN_THREADS), MAX_THREADS)
+    most = MAX_THREADS if p.topk <= MANY_SLOTS else MAX_THREADS // 2
+    threads = min(max(ceil_to(p.K // GROUP_SIZE * LANES, 32), MIN_THREADS), most)
     kernel = kernel_spec(
         "moe_permute_quant_fp8",
         arch,

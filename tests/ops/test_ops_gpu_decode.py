@@ -165,7 +165,9 @@ BASE = Case(
     64, 8, 512, 256, 1, "uniform", "int32", "fp32", "fp32", "ten", False, False, 1.0, "plain",
     "plain",
 )  # fmt: skip
-SMALLEST = [(128, 128), (256, 128), (1152, 640), (3072, 128)]
+SMALLEST = [(128, 128), (256, 128), (384, 384), (640, 384), (1152, 640), (3072, 128)]
+DEEP = [8576, 17_024]
+"""K of two and of three passes of down."""
 SHARING = [(256, 8, 512, 256), (288, 8, 4096, 256), (256, 6, 1024, 2048)]
 """Shapes whose regimes have tiles in common."""
 
@@ -174,7 +176,9 @@ SHARING = [(256, 8, 512, 256), (288, 8, 4096, 256), (256, 6, 1024, 2048)]
 def compiled() -> None:
     extra = [BASE._replace(place=place, ids=ids) for place in range(8) for ids in OPTIONS["ids"]]
     extra += [BASE._replace(topk=topk, place=1) for topk in (1, 2)]
-    extra += [BASE._replace(topk=2, E=E, K=K, N=N) for K, N in SMALLEST for E in (1, 3)]
+    small = [BASE._replace(topk=2, E=E, K=K, N=N) for K, N in SMALLEST for E in (1, 3)]
+    extra += [case._replace(rows=rows) for case in small for rows in ("plain", "x_apart")]
+    extra += [BASE._replace(topk=2, E=8, K=K, N=128, place=place) for K in DEEP for place in (5, 7)]
     for E, topk, K, N in SHARING:
         extra += [BASE._replace(E=E, topk=topk, K=K, N=N, place=place) for place in range(8)]
     compile_all(c.problem for c in [*CASES.values(), *extra] if c.is_possible)
@@ -413,11 +417,36 @@ def test_nothing_is_local(only_few, place):
 @pytest.mark.parametrize(("K", "N"), SMALLEST)
 @pytest.mark.parametrize("E", [1, 3])
 @pytest.mark.parametrize("num_tokens", [1, 3, 8])
-def test_smallest_layers(only_few, num_tokens, E, K, N):
-    """Fewer 128-blocks than warps, one expert, one chunk and none."""
-    case = BASE._replace(E=E, topk=2, K=K, N=N)
+@pytest.mark.parametrize("rows", ["plain", "x_apart"])
+def test_smallest_layers(compiled, rows, num_tokens, E, K, N):
+    """Fewer 128-blocks than warps, one expert, one chunk and none; by both chains for few."""
+    case = BASE._replace(E=E, topk=2, K=K, N=N, rows=rows)
     layer = layer_of(E, K, N)
     rng = np.random.default_rng(num_tokens)
     ids = rng.integers(-1, E, (num_tokens, 2)).astype(np.int32)
     t = Tokens(cases.activations(rng, num_tokens, K), ids, cases.router_weights(rng, ids))
-    check(case, layer, t, TorchBackend(DEVICE).bf16(run(layer, t, DEVICE, swiglu_limit=10.0)))
+    check(case, layer, t, run_case(case, layer, t))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("K", DEEP)
+@pytest.mark.parametrize("num_tokens", [9, 17, 32])
+def test_several_passes_over_the_columns(only_few, num_tokens, K):
+    case = BASE._replace(E=8, topk=2, K=K, N=128)
+    layer = layer_of(8, K, 128)
+    rng = np.random.default_rng(num_tokens)
+    ids = cases.uniform(rng, num_tokens, 8, 2)
+    t = Tokens(cases.activations(rng, num_tokens, K), ids, cases.router_weights(rng, ids))
+    check(case, layer, t, run_case(case, layer, t))
+
+
+def test_the_cases_reach_what_the_kernels_tell_apart():
+    """Rests of a stage, products outside of shared memory, more than one pass."""
+    small = [BASE._replace(topk=2, E=3, K=K, N=N, rows="x_apart") for K, N in SMALLEST]
+    deep = [BASE._replace(topk=2, E=8, K=K, N=128, place=5) for K in DEEP]
+    plans = [experts_decode.plan(c.problem, H200) for c in (*CASES.values(), *small, *deep)]
+    found = [(dict(p.gate_up.kernel.constants), p.down) for p in plans if p]
+    assert {c["K"] // 128 % 4 for c, _ in found} == {0, 1, 2, 3}
+    assert {c["N_TILES"] for c, _ in found} == {1, 2, 4}
+    assert {1, 2, 3} <= {down.passes for _, down in found}
+    assert any(down.shared_slots < c["MAX_SLOTS"] for c, down in found)
