@@ -20,4 +20,4 @@ gpu:  ## on an H200: the GPU suite and its record, the demo, the sanitizers
 bench:  ## on an H200 with vLLM installed: times beside it, and the comparison byte for byte
 	$(PYTHON) -m bench activation --out $(RESULTS)/activation.json --plot $(RESULTS)/activation.png
 	$(PYTHON) -m bench.bitwise --out $(RESULTS)/bitwise.json
-	$(PYTHON) -m bench experts --shape glm-5.3-tp8 --m 1,16,512 --out $(RESULTS)/experts.json
+	$(PYTHON) -m bench experts --shape glm-5.3-tp8,glm-5.3-tp4,glm-5.3-flash-tp8,qwen3-next-tp1 --out $(RESULTS)/experts.json
