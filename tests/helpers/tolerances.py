@@ -38,8 +38,13 @@ def wgmma(K: int, N: int) -> Wgmma:
 
 
 def experts_row(num_tokens: int, topk: int, K: int, N: int) -> float:
-    """Of a call of the experts: the fewest tokens add up in fp32, more on wgmma if there is one."""
-    return MMA_ROW if num_tokens <= min(32 // topk, 8) else wgmma(K, N).row
+    """Of a call of the experts: the fewest tokens add up in fp32, more on wgmma if there is one.
+
+    The fewest are so many that N codes for each of their slots fit in 48 KiB.
+    """
+    fewest = min(32 // topk, 8)
+    fits = fewest * topk * N <= 48 << 10
+    return MMA_ROW if fits and num_tokens <= fewest else wgmma(K, N).row
 
 
 SILU_CODE_SHARE = 1e-4

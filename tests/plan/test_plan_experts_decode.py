@@ -23,6 +23,7 @@ from cumoe.plan.enumerate import steps_in
 from cumoe.plan.spec import Step
 from cumoe.plan.tensor_map import is_mappable
 from cumoe.plan.workspace import ALIGNMENT
+from tests.helpers import tolerances
 
 SOURCES = Path(__file__).parents[2] / "kernels_src"
 L40S = DeviceInfo("sm_89", 142, 101_376)
@@ -215,6 +216,8 @@ def test_which_chain_takes_how_many_tokens(name):
             assert isinstance(plan, decode.Plan)
         else:
             assert isinstance(plan, prefill.Plan)
+        sums_in_fp32 = tolerances.experts_row(M, topk, K, N) == tolerances.MMA_ROW
+        assert sums_in_fp32 == isinstance(plan, tiny.Plan)
 
 
 @pytest.mark.parametrize("name", MODELS)
