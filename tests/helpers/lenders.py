@@ -101,6 +101,9 @@ def _destroy(capsule: int) -> None:
                 _Deleter(managed.deleter)(ctypes.addressof(managed))
 
 
+_kept: list[Any] = []
+"""What capsules point at: one may outlive the array that lent it."""
+
 class Handmade:
     """Capsules written field by field. They count what they lent and what they got back.
 
@@ -153,6 +156,7 @@ class Handmade:
         if self.major is not None:
             managed.major, managed.flags = self.major, self.flags
         self.lent[ctypes.addressof(managed)] = managed
+        _kept.append((managed, self.deleter, self.shape, self.strides))
         name = _LEGACY_NAME if self.major is None else _VERSIONED_NAME
         return _new_capsule(ctypes.addressof(managed), name, self.destructor)
 
