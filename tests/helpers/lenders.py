@@ -104,6 +104,7 @@ def _destroy(capsule: int) -> None:
 _kept: list[Any] = []
 """What capsules point at: one may outlive the array that lent it."""
 
+
 class Handmade:
     """Capsules written field by field. They count what they lent and what they got back.
 
