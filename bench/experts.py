@@ -123,7 +123,7 @@ def row(case: Case, layer: Layer, others: dict[str, Moe]) -> dict[str, Any]:
     buffers["workspace"] = new_workspace(s, layer, inputs, case.scale_format, buffers["out"])
     given = lambda i: ours(i, **buffers)  # noqa: E731
     sample = make_sample(s, layer, inputs, case.scale_format)
-    error = checked_error(given, sample, reference_row(m, s.topk))
+    error = checked_error(given, sample, reference_row(m, s.topk, s.K, s.N))
     timing = measure(given)
     local = [local_slots(ids, layer.expert_map) for ids in inputs.ids]
     used = [np.unique(experts) for experts in local]

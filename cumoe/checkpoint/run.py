@@ -77,7 +77,8 @@ def run_layer(path: str | Path, options: RunOptions | None = None) -> LayerRepor
     case = _draw_case(experts, _configure(experts, options), options.tokens, rng)
     backend = on_cpu(experts, case) if index is None else on_cuda(experts, case, index)
     out, first_call_s, call_s = measure(backend)
-    bound = REFERENCE_ROW if index is None else reference_row(*case.topk_ids.shape)
+    size = *case.topk_ids.shape, *experts.w2.shape[1:]
+    bound = REFERENCE_ROW if index is None else reference_row(*size)
     return LayerReport(
         file=str(path),
         layer=layer,

@@ -6,6 +6,7 @@ Exit status: 0 done, 1 failed, 2 a command line or a setting that cannot be used
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 from typing import NoReturn
@@ -31,6 +32,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         status: int = args.execute(args)
     except ArgumentError as error:
         return _fail(str(error), 2)
+    except BrokenPipeError:  # whoever reads, `head` for instance, has enough
+        os.dup2(
+            os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno()
+        )  # nor may the exit's flush fail
+        return 1
     except (CumoeError, OSError) as error:
         return _fail(str(error))
     except MemoryError:

@@ -131,8 +131,8 @@ def _quantize_y(p: Problem, arch: str) -> Step:
 def workspace(p: Problem, second: down.Plan) -> Workspace:
     """Offsets of the regions. In bytes, with S = M * topk, pitch(n) = scale_pitch(n) * 4:
 
-    S (K + pitch(K) + 4 + 3 N + pitch(N)) + 4, and 2 K for each slot beyond down's shared_slots,
-    K rounded up to whole passes.
+    S (K + pitch(K) + 4 + 3 N + pitch(N)) + 4, and 2 K / passes for each slot beyond down's
+    shared_slots, K rounded up to whole passes.
     """
     S = p.M * p.topk
     sizes = (

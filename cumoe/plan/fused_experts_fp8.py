@@ -1,6 +1,6 @@
 """Plan of fused_experts_fp8: `experts_tiny`, `experts_decode` or `experts_prefill`, by tokens.
 
-Where neither can run eight launches: quantize x; sort slots (3); GEMM1; activate and quantize;
+Where none of them can run eight launches: quantize x; sort slots (3); GEMM1; activate and quantize;
 GEMM2; combine.
 """
 

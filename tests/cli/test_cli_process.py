@@ -152,3 +152,18 @@ def test_help_imports_neither_cupy_nor_torch_nor_rich():
         "print([m for m in ('cupy', 'torch', 'rich', 'safetensors') if m in sys.modules])"
     )
     assert cumoe(program=("-c", code)).stdout.splitlines()[-1] == "[]"
+
+
+def test_a_reader_that_has_enough_is_no_error():
+    """As in ``cumoe prebuild --list | head -1``."""
+    root = Path(__file__).parents[2]
+    process = subprocess.Popen(
+        [sys.executable, "-c", "from cumoe.cli import main; import sys; sys.exit(main())",
+         "prebuild", "--list"],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        env=os.environ | {"PYTHONPATH": str(root), "PYTHONUNBUFFERED": "1"},
+    )  # fmt: skip
+    process.stdout.close()
+    assert process.stderr.read() == ""
+    process.stderr.close()
+    assert process.wait(60) == 1

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from cumoe.checkpoint import accuracy
 from cumoe.plan import experts_decode as decode
 from cumoe.plan import experts_prefill as prefill
 from cumoe.plan import experts_tiny as tiny
@@ -218,6 +219,7 @@ def test_which_chain_takes_how_many_tokens(name):
             assert isinstance(plan, prefill.Plan)
         sums_in_fp32 = tolerances.experts_row(M, topk, K, N) == tolerances.MMA_ROW
         assert sums_in_fp32 == isinstance(plan, tiny.Plan)
+        assert accuracy.reference_row(M, topk, K, N) == tolerances.experts_row(M, topk, K, N)
 
 
 @pytest.mark.parametrize("name", MODELS)
