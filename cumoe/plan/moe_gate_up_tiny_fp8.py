@@ -17,7 +17,7 @@ WARPS = 8
 of the sums, and with it a token's bytes, is the same for every plan."""
 PRODUCER_WARPS = 2
 RING_BYTES = 163_840
-"""Of weights in flight, at most: four stages of 49 KiB took 16.8 us at M=1 where three took 15.9."""
+"""Of weights in flight, at most: four stages of 49 KiB took 16.8 us at M=1, three 15.9."""
 SUMS_BYTES = 2 * WARPS * 32 * 16
 """The warps' sums of two items."""
 ROW_PADDING = 64
