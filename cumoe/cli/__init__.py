@@ -33,9 +33,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ArgumentError as error:
         return _fail(str(error), 2)
     except BrokenPipeError:  # whoever reads, `head` for instance, has enough
-        os.dup2(
-            os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno()
-        )  # nor may the exit's flush fail
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, sys.stdout.fileno())  # or the flush at the exit fails as well
         return 1
     except (CumoeError, OSError) as error:
         return _fail(str(error))
