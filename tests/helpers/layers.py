@@ -21,8 +21,17 @@ from cumoe.plan.enumerate import steps_in
 from cumoe.store import store
 from tests.helpers import oracles
 from tests.helpers.backends import TorchBackend
-from tests.helpers.cases import E4M3, ExpertsCase, ExpertWeights
+from tests.helpers.cases import BF16, E4M3, ExpertsCase, ExpertWeights
 from tests.helpers.workloads import raw_bytes
+
+ACTIVATIONS: dict[str, dict[str, float]] = {
+    "plain": {},
+    "ten": {"swiglu_limit": 10.0},
+    "inexact": {"swiglu_limit": 1.1},
+    "oai": {"swiglu_limit": 7.0, "swiglu_alpha": 1.702, "swiglu_beta": 1.0},
+    "scaled": {"swiglu_alpha": 0.5, "swiglu_beta": -2.0},
+}
+WEIGHT_TYPES = {"fp32": np.float32, "bf16": BF16, "fp16": np.float16}
 
 
 class Layer(NamedTuple):
@@ -112,6 +121,18 @@ def spaced(t: torch.Tensor, last: int, filler: int) -> torch.Tensor:
     plain = torch.uint8 if t.element_size() == 1 else t.dtype
     view.view(plain).copy_(t.view(plain))
     return view
+
+
+def placed(layer: Layer, weights_at: str) -> Layer:
+    """Its weights where their name says; those of `spaced` with NaN between."""
+    if weights_at in ("w1_apart", "w2_apart"):
+        name = weights_at[:2]
+        return layer._replace(**{name: spaced(getattr(layer, name), 48, 0x7F)})
+    if weights_at == "scales_apart":
+        w1_scale, w2_scale = (spaced(s, 3, 0xFF) for s in layer[2:])
+        turned = w1_scale.transpose(1, 2).contiguous().transpose(1, 2)
+        return layer._replace(w1_scale=turned, w2_scale=w2_scale)
+    return layer
 
 
 def compile_all(problems: Iterable[planning.Problem]) -> None:

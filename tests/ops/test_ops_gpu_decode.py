@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
-import torch
 
 import cumoe
 from cumoe.plan import experts_decode, experts_tiny
@@ -18,15 +17,17 @@ from cumoe.plan.device import H200
 from cumoe.plan.silu_and_mul_quant_fp8 import clamp_kind
 from tests.helpers import cases, tolerances
 from tests.helpers.backends import TorchBackend
-from tests.helpers.cases import BF16
 from tests.helpers.compare import assert_rows_close
 from tests.helpers.layers import (
+    ACTIVATIONS,
+    WEIGHT_TYPES,
     Layer,
     Tokens,
     alone,
     compile_all,
     few_tokens_only,
     local_ids,
+    placed,
     random_layer,
     run,
 )
@@ -51,14 +52,6 @@ def few_experts(rng: np.random.Generator, M: int, E: int, topk: int) -> np.ndarr
 
 
 ROUTINGS = {**cases.ROUTINGS, "same_experts": same_experts, "few_experts": few_experts}
-ACTIVATIONS: dict[str, dict[str, float]] = {
-    "plain": {},
-    "ten": {"swiglu_limit": 10.0},
-    "inexact": {"swiglu_limit": 1.1},
-    "oai": {"swiglu_limit": 7.0, "swiglu_alpha": 1.702, "swiglu_beta": 1.0},
-    "scaled": {"swiglu_alpha": 0.5, "swiglu_beta": -2.0},
-}
-WEIGHT_TYPES = {"fp32": np.float32, "bf16": BF16, "fp16": np.float16}
 OPTIONS: dict[str, tuple[Any, ...]] = {
     "E": (8, 64, 256, 288, 512),
     "topk": (1, 2, 6, 8, 16),
@@ -223,30 +216,6 @@ def tokens_of(case: Case) -> Tokens:
     return Tokens(x, ids, weights)
 
 
-def spaced(t: torch.Tensor, last: int, filler: int) -> torch.Tensor:
-    """The same values in rows and experts that lie apart."""
-    experts, rows, columns = t.shape
-    base = torch.full(
-        (experts, rows + 1, (columns + last) * t.element_size()), filler, dtype=torch.uint8,
-        device=t.device,
-    ).view(t.dtype)  # fmt: skip
-    view = base[:, :rows, :columns]
-    view.view(torch.uint8 if t.element_size() == 1 else t.dtype).copy_(
-        t.view(torch.uint8) if t.element_size() == 1 else t
-    )
-    return view
-
-
-def placed(layer: Layer, weights_at: str) -> Layer:
-    if weights_at == "w1_apart":
-        return layer._replace(w1=spaced(layer.w1, 48, 0x7F))
-    if weights_at == "scales_apart":
-        w1_scale, w2_scale = (spaced(s, 3, 0xFF) for s in layer[2:])
-        turned = w1_scale.transpose(1, 2).contiguous().transpose(1, 2)
-        return layer._replace(w1_scale=turned, w2_scale=w2_scale)
-    return layer
-
-
 def run_case(case: Case, layer: Layer, t: Tokens) -> np.ndarray:
     backend = TorchBackend(DEVICE)
     apart = {"offset": 3, "gap": 5}
@@ -354,7 +323,7 @@ def test_w2_with_gaps(only_few, num_tokens):
     rng = np.random.default_rng(1)
     ids = cases.zipf(rng, num_tokens, 256, 8)
     t = Tokens(cases.activations(rng, num_tokens, 512), ids, cases.router_weights(rng, ids))
-    gaps = layer._replace(w2=spaced(layer.w2, 16, 0x7F))
+    gaps = placed(layer, "w2_apart")
     got = TorchBackend(DEVICE).bf16(run(gaps, t, DEVICE, swiglu_limit=10.0))
     check(case._replace(weights_at="w2_apart"), layer, t, got)
 

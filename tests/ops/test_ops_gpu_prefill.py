@@ -21,15 +21,17 @@ from tests.helpers.backends import TorchBackend
 from tests.helpers.cases import BF16, E4M3, ExpertsCase, ExpertWeights
 from tests.helpers.compare import assert_bitwise_equal, assert_rows_close, assert_total_close
 from tests.helpers.layers import (
+    ACTIVATIONS,
+    WEIGHT_TYPES,
     Layer,
     Tokens,
     alone,
     compile_all,
     local_ids,
     only,
+    placed,
     random_layer,
     run,
-    spaced,
 )
 from tests.helpers.layouts import aligned_bytes, embedded
 from tests.helpers.workloads import assert_same_bytes, bytes_of, churn, raw_bytes
@@ -48,14 +50,6 @@ def hot(rng: np.random.Generator, M: int, E: int, topk: int) -> np.ndarray:
 
 
 ROUTINGS = {**cases.ROUTINGS, "hot": hot}
-ACTIVATIONS: dict[str, dict[str, float]] = {
-    "plain": {},
-    "ten": {"swiglu_limit": 10.0},
-    "inexact": {"swiglu_limit": 1.1},
-    "oai": {"swiglu_limit": 7.0, "swiglu_alpha": 1.702, "swiglu_beta": 1.0},
-    "scaled": {"swiglu_alpha": 0.5, "swiglu_beta": -2.0},
-}
-WEIGHT_TYPES = {"fp32": np.float32, "bf16": BF16, "fp16": np.float16}
 SHAPES = (
     (1, 1, 128, 128),
     (3, 2, 384, 128),  # the second consumer of the last tile has no columns
@@ -197,17 +191,6 @@ def tokens_of(case: Case) -> Tokens:
     weights[local < 0] = np.nan
     x[(local < 0).all(axis=1)] = np.nan
     return Tokens(x, ids, weights)
-
-
-def placed(layer: Layer, weights_at: str) -> Layer:
-    if weights_at in ("w1_apart", "w2_apart"):
-        name = weights_at[:2]
-        return layer._replace(**{name: spaced(getattr(layer, name), 48, 0x7F)})
-    if weights_at == "scales_apart":
-        w1_scale, w2_scale = (spaced(s, 3, 0xFF) for s in layer[2:])
-        turned = w1_scale.transpose(1, 2).contiguous().transpose(1, 2)
-        return layer._replace(w1_scale=turned, w2_scale=w2_scale)
-    return layer
 
 
 def run_case(case: Case, layer: Layer, t: Tokens) -> np.ndarray:

@@ -23,8 +23,8 @@ from cumoe.plan.device import H200, DeviceInfo
 from cumoe.plan.enumerate import steps_in
 from cumoe.plan.spec import Step
 from cumoe.plan.tensor_map import is_mappable
-from cumoe.plan.workspace import ALIGNMENT
 from tests.helpers import tolerances
+from tests.helpers.regions import assert_regions
 
 SOURCES = Path(__file__).parents[2] / "kernels_src"
 L40S = DeviceInfo("sm_89", 142, 101_376)
@@ -322,13 +322,7 @@ def test_regions_of_the_workspace_are_disjoint_aligned_and_large_enough(problem)
         "q_scale": 4 * slots * pitch_in_the_source(p.N // 128),
         "d": 2 * plan.down.step.launch.grid * outside * d["ROWS"],
     }  # fmt: skip
-    offsets = plan.workspace._asdict()
-    order = list(offsets)
-    assert order == [*sizes, "total"]
-    for name, size in sizes.items():
-        start, end = offsets[name], offsets[order[order.index(name) + 1]]
-        assert start % ALIGNMENT == 0
-        assert end - start >= size, name
+    assert_regions(plan.workspace, sizes)
 
 
 @pytest.mark.parametrize("name", MODELS)

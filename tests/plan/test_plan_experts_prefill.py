@@ -21,7 +21,7 @@ from cumoe.plan import wgmma_tile
 from cumoe.plan.device import H200
 from cumoe.plan.enumerate import device_of
 from cumoe.plan.tensor_map import is_mappable
-from cumoe.plan.workspace import ALIGNMENT
+from tests.helpers.regions import assert_regions
 
 SOURCES = Path(__file__).parents[2] / "kernels_src"
 GLM_TP8 = fused.Problem(
@@ -92,13 +92,7 @@ def test_regions_of_the_workspace_are_disjoint_aligned_and_large_enough(problem)
         "num_tokens_post_padded": 4, "q": capacity * p.N, "q_scale": capacity * p.N // 32,
         "d": 2 * slots * p.K,
     }  # fmt: skip
-    offsets = plan.workspace._asdict()
-    order = list(offsets)
-    assert order == [*sizes, "total"]
-    for name, size in sizes.items():
-        start, end = offsets[name], offsets[order[order.index(name) + 1]]
-        assert start % ALIGNMENT == 0
-        assert end - start >= size, name
+    assert_regions(plan.workspace, sizes)
 
 
 @given(problems(), st.sampled_from([1, 78, 114, 148]))

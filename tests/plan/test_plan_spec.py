@@ -14,7 +14,7 @@ from cumoe.plan.device import H200, architecture
 from cumoe.plan.enumerate import layer_specs
 from cumoe.plan.scales import scale_layout
 from cumoe.plan.spec import kernel_spec
-from cumoe.plan.workspace import ALIGNMENT
+from tests.helpers.regions import assert_regions
 
 GLM_TP8 = fused.Problem(
     1, 6144, 256, 256, 256, 8, "int32", "fp32", False, "fp32", False, False, False, True, True
@@ -68,17 +68,13 @@ def test_regions_of_the_workspace_are_disjoint_aligned_and_large_enough(problem)
     p, plan = problem, fused.plan(problem._replace(**ANY_STRIDES), H200)
     slots = p.M * p.topk
     sizes = {
-        "a": p.M * p.K, "a_scale": p.M * p.K // 32, "counts": plan.align.chunks * 4,
+        "a": p.M * p.K, "a_scale": p.M * p.K // 32,
+        "counts": plan.align.chunks * p.num_local_experts * 4, "bases": p.num_local_experts * 4,
         "sorted_token_ids": plan.align.capacity * 4, "expert_ids": plan.align.max_blocks * 4,
-        "slots": 2 * slots * max(2 * p.N, p.K), "q": slots * p.N, "q_scale": slots * p.N // 32,
-        "num_tokens_post_padded": 4,
+        "num_tokens_post_padded": 4, "slots": 2 * slots * max(2 * p.N, p.K), "q": slots * p.N,
+        "q_scale": slots * p.N // 32,
     }  # fmt: skip
-    offsets = plan.workspace._asdict()
-    order = list(offsets)
-    for name, size in sizes.items():
-        start, end = offsets[name], offsets[order[order.index(name) + 1]]
-        assert start % ALIGNMENT == 0
-        assert end - start >= size, name
+    assert_regions(plan.workspace, sizes)
 
 
 @given(problems())
