@@ -1,7 +1,8 @@
 """Plan of fused_experts_fp8 for many tokens on a GPU with wgmma: seven launches.
 
 Sort slots (3); quantize x; gate, up, activation and its quantization; down; combine. Each launch
-but the first may be scheduled while its predecessor runs, and waits before it reads. The quantizer
+but the first and gate/up may be scheduled while its predecessor runs, and waits before it reads.
+Gate/up is slower beside the quantizer (docs/decisions/0004). The quantizer
 of x, which reads nothing that the sort writes, does its work beside that, and waits for it at its
 end. So the first launch must not overlap its own predecessor.
 """

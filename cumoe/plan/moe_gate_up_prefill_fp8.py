@@ -61,5 +61,5 @@ def plan(problem: Problem, device: DeviceInfo) -> Step:
         STAGES=STAGES,
     )
     grid = min(device.num_sms, p.max_blocks * (2 * p.N // BLOCK_N))
-    launch = LaunchSpec(grid, THREADS, SMEM_BYTES, overlap=True)
+    launch = LaunchSpec(grid, THREADS, SMEM_BYTES)
     return Step(kernel, "moe_gate_up_prefill_fp8", launch, ABI)

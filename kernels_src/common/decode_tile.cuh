@@ -2,6 +2,7 @@
 // of stages in shared memory that the copy engine fills.
 #pragma once
 #include "common/expert_chunks.cuh"
+#include "common/ring.cuh"
 #include "common/scale_pitch.cuh"
 #include "ptx/mbarrier.cuh"
 #include "ptx/tensor_map.cuh"
@@ -11,16 +12,6 @@ constexpr int BLOCK_K = 128;                        // of the depth: one scale e
 constexpr int TILE = 8 * BLOCK_K;                   // bytes of 8 rows of a block, as a box lays them down
 constexpr int COLUMNS = 8 * N_TILES;                // slots of a chunk
 static_assert(N_TILES == 1 || N_TILES == 2 || N_TILES == 4, "an instruction's columns");
-
-// Where in a ring a thread is. A wait for `parity` is for what fills the stage, for the other one until
-// it is free.
-template <int COUNT>
-struct Ring {
-    int stage = 0, parity = 0;
-    DEVICE void advance() {
-        if (++stage == COUNT) stage = 0, parity ^= 1;
-    }
-};
 
 DEVICE int tiles_of(const Chunk& chunk) { return (chunk.count + 7) / 8; }
 

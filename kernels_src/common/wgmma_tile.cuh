@@ -3,6 +3,7 @@
 // third warpgroup fills. A stage holds one 128-block of the depth.
 #pragma once
 #include "common/bf16x2.cuh"
+#include "common/ring.cuh"
 #include "ptx/mbarrier.cuh"
 #include "ptx/tensor_map.cuh"
 #include "ptx/warpgroup.cuh"
@@ -21,14 +22,6 @@ constexpr int STAGING_ROW = 128 * 2 + 16, STAGING_BYTES = 16 * STAGING_ROW;
 
 // Scales of several 128-blocks are loaded together, as many as divide those of a row.
 DEVICE constexpr int vector_of(int blocks) { return blocks % 4 == 0 ? 4 : blocks % 2 == 0 ? 2 : 1; }
-
-// Where in the ring a thread is.
-struct Ring {
-    int stage = 0, parity = 0;
-    DEVICE void advance() {
-        if (++stage == STAGES) stage = 0, parity ^= 1;
-    }
-};
 
 // acc = a . b over a stage's 128-block; b of this warpgroup, both in shared memory.
 DEVICE void multiply_block(float (&acc)[64], u32 a, u32 b) {
