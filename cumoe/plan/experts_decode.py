@@ -14,7 +14,7 @@ from cumoe.plan import moe_down_decode_fp8 as down
 from cumoe.plan import moe_gate_up_decode_fp8 as gate_up
 from cumoe.plan import moe_permute_quant_fp8 as permute
 from cumoe.plan import per_token_group_quant_fp8 as quantize
-from cumoe.plan.decode_tile import scale_pitch
+from cumoe.plan.decode_tile import ROUTE_BYTES, scale_pitch
 from cumoe.plan.device import DeviceInfo, has_wgmma
 from cumoe.plan.spec import Step
 from cumoe.plan.workspace import offsets
@@ -40,12 +40,12 @@ class Workspace(NamedTuple):
 
     a: int
     a_scale: int
-    place_of_slot: int
+    routes: int
     counter: int
     y: int
     q: int
     q_scale: int
-    d: int
+    sums: int
     total: int
 
 
@@ -102,7 +102,7 @@ def plan(problem: Problem, device: DeviceInfo) -> Plan | None:
     second = down.plan(
         down.Problem(
             most, p.K, p.N, p.num_local_experts, p.topk, regime.n_tiles, p.ids, p.has_map,
-            None if p.weight_on_input else p.weight, p.out_aligned,
+            p.out_aligned,
         ),
         device,
     )  # fmt: skip
@@ -114,11 +114,13 @@ def plan(problem: Problem, device: DeviceInfo) -> Plan | None:
 
 
 def _permute(p: Problem, arch: str) -> Step:
-    weight = p.weight if p.weight_on_input else None
     return permute.plan(
-        permute.Problem(p.M, p.K, p.topk, p.ids, p.has_map, p.scale_format, p.x_aligned, weight),
+        permute.Problem(
+            p.M, p.K, p.topk, p.ids, p.has_map, p.scale_format, p.x_aligned, p.weight,
+            p.weight_on_input,
+        ),
         arch,
-    )
+    )  # fmt: skip
 
 
 def _quantize_y(p: Problem, arch: str) -> Step:
@@ -131,18 +133,18 @@ def _quantize_y(p: Problem, arch: str) -> Step:
 def workspace(p: Problem, second: down.Plan) -> Workspace:
     """Offsets of the regions. In bytes, with S = M * topk, pitch(n) = scale_pitch(n) * 4:
 
-    S (K + pitch(K) + 4 + 3 N + pitch(N)) + 4, and 2 K / passes for each slot beyond down's
-    shared_slots, K rounded up to whole passes.
+    S (K + pitch(K) + 8 + 3 N + pitch(N)) + 4, and 4 K / passes for each token beyond down's
+    shared_tokens, K rounded up to whole passes.
     """
     S = p.M * p.topk
     sizes = (
         S * p.K,
         S * scale_pitch(p.K) * 4,
-        S * 4,
+        S * ROUTE_BYTES,
         4,
         S * p.N * 2,
         S * p.N,
         S * scale_pitch(p.N) * 4,
-        second.memory_bytes(S),
+        second.memory_bytes(p.M),
     )
     return Workspace(*offsets(sizes))
