@@ -102,7 +102,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) moe_down_prefill_fp8(
     const int own_items = int(blockIdx.x) < num_items ? (num_items - 1 - blockIdx.x) / gridDim.x + 1 : 0;
     const int num_tiles = own_items * ITEM_TILES;
     Buffer buffer;
-    Ring at;
+    Ring<STAGES> at;
 
     if (warp >= CONSUMER_WARPS) {
         give_registers_back<PRODUCER_REGISTERS>();

@@ -124,7 +124,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) moe_gate_up_prefill_fp8
 
     const Tiles tiles{sorted_token_ids, expert_ids, num_slots};
     const int num_tiles = num_tokens_post_padded[0] / BLOCK_M * N_TILES;
-    Ring at;
+    Ring<STAGES> at;
 
     if (warp >= CONSUMER_WARPS) {
         give_registers_back<PRODUCER_REGISTERS>();
@@ -133,7 +133,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) moe_gate_up_prefill_fp8
         const int thread = threadIdx.x - CONSUMERS, first = thread / 8, chunk = thread % 8;
         const u32 to = stages + first * BLOCK_K + ((chunk ^ (first & 7)) << 4);
         int in_flight = 0;
-        Ring done;  // follows `at`
+        Ring<STAGES> done;  // follows `at`
         const auto hand_over = [&] {
             fence_async_proxy();
             mbarrier_arrive(full + done.stage * 8);

@@ -1,17 +1,21 @@
 // moe_permute_quant_fp8: the tokens of a call, group-quantized, in the order of the experts.
 //
-//   place_of_slot[s] = number of slots before s in the order (local expert, slot), or -1 if no local expert has it
+//   place = number of slots before s in the order (local expert, slot), if s has a local expert
 //   a[place, k], a_scale[place, k / 128] = group quantization of x[s / TOPK]
+//   routes[place] = token, weight, and which of the token's slots on that expert it is
 //
-// With ROW_WEIGHT, x is first multiplied by bf16(weight) and rounded to bf16. A CTA takes one token: it ranks the token's slots among all and writes its codes once for each.
+// With ON_INPUT, x is first multiplied by bf16(weight) and rounded to bf16, and the routes' weights are 1.
+// A CTA takes one token: it ranks the token's slots among all and writes its codes once for each.
 #include "common/group_quant.cuh"
+#include "common/route.cuh"
 #include "common/scale_pitch.cuh"
 #include "common/routing.cuh"
 #include "common/vec.cuh"
 #include "ptx/pdl.cuh"
 
 static_assert(K % GROUP == 0, "whole groups");
-static_assert(ROW_WEIGHT >= -1 && ROW_WEIGHT <= FP32, "weights are absent (-1) or a FloatType");
+static_assert(WEIGHT >= BF16 && WEIGHT <= FP32, "a FloatType");
+static_assert(TOPK <= 32 && (!ON_INPUT || TOPK == 1), "a lane for each slot; one weight for a row");
 
 constexpr int LANES = 8, TEAMS = THREADS / LANES, GROUPS = K / GROUP;
 constexpr int PITCH = scale_pitch(GROUPS);
@@ -30,12 +34,12 @@ struct Group {
 extern "C" __global__ void __launch_bounds__(THREADS) moe_permute_quant_fp8(
     const u16* x,                   // [M, K] bf16
     i64 x_row_stride,               // elements
-    const void* row_weight,         // [M] ROW_WEIGHT type, or unused
+    const void* topk_weights,       // [M, TOPK] WEIGHT type
     const void* topk_ids,           // [M, TOPK] IDS type
     const i32* expert_map,          // [num_experts] or unused
     u8* a,                          // [M TOPK, K] e4m3
     float* a_scale,                 // [M TOPK, PITCH]
-    i32* place_of_slot,             // [M TOPK]
+    Route* routes,                  // [M TOPK]
     i32* counter,                   // [1] becomes 0
     i64 num_slots,
     i64 num_experts,
@@ -54,7 +58,11 @@ extern "C" __global__ void __launch_bounds__(THREADS) moe_permute_quant_fp8(
     u32 keys[TOPK], before[TOPK] = {};
 #pragma unroll
     for (int j = 0; j < TOPK; j++) keys[j] = key_of(token * TOPK + j);
-    if (threadIdx.x < TOPK) places[threadIdx.x] = 0;
+    float weight = 1.0f;
+    if (threadIdx.x < TOPK) {
+        places[threadIdx.x] = 0;
+        if constexpr (!ON_INPUT) weight = load_float<WEIGHT>(topk_weights, token * TOPK + threadIdx.x);
+    }
     if (token == 0 && threadIdx.x == 0) *counter = 0;
     __syncthreads();
     for (i64 s = threadIdx.x; s < num_slots; s += THREADS) {
@@ -68,13 +76,19 @@ extern "C" __global__ void __launch_bounds__(THREADS) moe_permute_quant_fp8(
         if (threadIdx.x % 32 == j % 32 && sum) atomicAdd(&places[j], sum);
     }
     __syncthreads();
+    if (threadIdx.x < TOPK) {
+        u32 key = keys[0];
 #pragma unroll
-    for (int j = 0; j < TOPK; j++)
-        if (threadIdx.x == j) place_of_slot[token * TOPK + j] = keys[j] == NOWHERE ? -1 : i32(places[j]);
+        for (int j = 1; j < TOPK; j++)
+            if (threadIdx.x == j) key = keys[j];
+        const u32 same = __match_any_sync(0xFFFFFFFFu >> (32 - TOPK), key >> 16);
+        const int repeat = __popc(same & ((1u << threadIdx.x) - 1));
+        if (key != NOWHERE) routes[places[threadIdx.x]] = Route{u16(token), u16(repeat), weight};
+    }
     for (int g = first; g < GROUPS; g += TEAMS) {
         if (g > first) now.load(row, g);
-        if constexpr (ROW_WEIGHT >= 0) {
-            const float w = round_bf16(load_float<ROW_WEIGHT>(row_weight, token));
+        if constexpr (ON_INPUT) {
+            const float w = round_bf16(load_float<WEIGHT>(topk_weights, token));
 #pragma unroll
             for (int i = 0; i < L::VALUES / 2; i++) {
                 u32& pair = now.v[i / (L::RUN / 2)][i % (L::RUN / 2)];

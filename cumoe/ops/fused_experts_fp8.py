@@ -53,11 +53,11 @@ def fused_experts_fp8(
         h     = bf16(sum over k-blocks of as * w1_scale * (a . w1))       products exact, sum fp32
         q, qs = silu_and_mul_quant_fp8(h, swiglu_limit, ...)
         d     = bf16(sum over n-blocks of qs * w2_scale * (q . w2))       one row per slot
-        out   = bf16(routed_scaling_factor * sum over j, ascending, of topk_weights[:, j] * d_j)
+        out   = bf16(routed_scaling_factor * sum over j of topk_weights[:, j] * d_j)
 
     Deterministic: the same inputs give the same bytes. A token's bytes do not depend on the other
-    tokens of the call, only on whether there are very few (32 slots), few (8 for each of
-    num_experts), or more: their kernels add up otherwise (docs/numerics.md).
+    tokens of the call, only on whether there are very few (32 slots), few (8 or 16 for
+    each of num_experts), or more: their kernels add up otherwise (docs/numerics.md).
 
     Nothing synchronizes with the host, so a call can be captured in a CUDA graph once its kernels
     are loaded (run it once before). For inference: no gradient.
@@ -199,12 +199,12 @@ def _launches_of_few(
     at = {name: At("workspace", offset) for name, offset in plan.workspace._asdict().items()}
     slots, size = p.M * p.topk, (p.M * p.topk, p.num_experts, p.num_local_experts)
     w1, w2, down = c.given["w1"], c.given["w2"], plan.down
-    places, counter = at["place_of_slot"], at["counter"]
+    routes, counter = at["routes"], at["counter"]
     codes = at["q"], at["q_scale"], scale_pitch(p.N), 1, slots, slots, 0
     return [
         Launch(
             plan.permute,
-            (*given.x, given.weights, given.ids, given.expert_map, at["a"], at["a_scale"], places,
+            (*given.x, given.weights, given.ids, given.expert_map, at["a"], at["a_scale"], routes,
              counter, *size),
         ),
         Launch(
@@ -219,7 +219,7 @@ def _launches_of_few(
             down.step,
             (down.weights(w2.shape, w2.strides),
              down.codes("workspace", plan.workspace.q, slots, p.N), at["q_scale"], given.ids,
-             given.weights, given.expert_map, places, *_scale(c, "w2"), at["d"], *given.out, *size,
+             given.expert_map, routes, *_scale(c, "w2"), at["sums"], *given.out, *size,
              down.passes, c.scalars.factor),
         ),
     ]  # fmt: skip

@@ -1,6 +1,6 @@
 """What the plans of the two decode products share, as ``kernels_src/common`` has it.
 
-scale_pitch.cuh, expert_chunks.cuh and decode_tile.cuh.
+scale_pitch.cuh, expert_chunks.cuh, decode_tile.cuh and route.cuh.
 """
 
 from __future__ import annotations
@@ -14,6 +14,8 @@ TILE_BYTES = TILE_SLOTS * BLOCK_K
 CONSUMERS = 256
 """Threads that multiply."""
 BARRIER_BYTES = 8
+ROUTE_BYTES = 8
+"""Of what a token's combine wants to know of a slot."""
 
 
 def scale_pitch(size: int) -> int:

@@ -14,7 +14,7 @@ from cumoe.plan import moe_down_decode_fp8 as down
 from cumoe.plan import moe_gate_up_decode_fp8 as gate_up
 from cumoe.plan import moe_permute_quant_fp8 as permute
 from cumoe.plan import per_token_group_quant_fp8 as quantize
-from cumoe.plan.decode_tile import scale_pitch
+from cumoe.plan.decode_tile import ROUTE_BYTES, scale_pitch
 from cumoe.plan.device import DeviceInfo, has_wgmma
 from cumoe.plan.spec import Step
 from cumoe.plan.workspace import offsets
@@ -33,6 +33,8 @@ class Regime(NamedTuple):
 
     max_slots: int
     n_tiles: int
+    wants_sums_inside: bool = False
+    """Whether it is only worth it where down keeps the sums of all tokens in shared memory."""
 
 
 class Workspace(NamedTuple):
@@ -40,12 +42,12 @@ class Workspace(NamedTuple):
 
     a: int
     a_scale: int
-    place_of_slot: int
+    routes: int
     counter: int
     y: int
     q: int
     q_scale: int
-    d: int
+    sums: int
     total: int
 
 
@@ -65,8 +67,9 @@ class Plan(NamedTuple):
 
 
 def regimes(num_experts: int) -> tuple[Regime, ...]:
-    """From few slots to many: up to 8 an expert on average, where weights are most of the work."""
-    return Regime(num_experts, 1), Regime(4 * num_experts, 2), Regime(8 * num_experts, 4)
+    """From few slots to many: up to 16 an expert on average, where weights are most of the work."""
+    E = num_experts
+    return Regime(E, 1), Regime(4 * E, 2), Regime(8 * E, 4), Regime(16 * E, 4, True)
 
 
 def representative_token_counts(problem: Problem) -> set[int]:
@@ -102,11 +105,13 @@ def plan(problem: Problem, device: DeviceInfo) -> Plan | None:
     second = down.plan(
         down.Problem(
             most, p.K, p.N, p.num_local_experts, p.topk, regime.n_tiles, p.ids, p.has_map,
-            None if p.weight_on_input else p.weight, p.out_aligned,
+            p.out_aligned,
         ),
         device,
     )  # fmt: skip
     if first is None or second is None:
+        return None
+    if regime.wants_sums_inside and second.shared_tokens < most // p.topk:
         return None
     return Plan(
         _permute(p, device.arch), first, _quantize_y(p, device.arch), second, workspace(p, second)
@@ -114,11 +119,13 @@ def plan(problem: Problem, device: DeviceInfo) -> Plan | None:
 
 
 def _permute(p: Problem, arch: str) -> Step:
-    weight = p.weight if p.weight_on_input else None
     return permute.plan(
-        permute.Problem(p.M, p.K, p.topk, p.ids, p.has_map, p.scale_format, p.x_aligned, weight),
+        permute.Problem(
+            p.M, p.K, p.topk, p.ids, p.has_map, p.scale_format, p.x_aligned, p.weight,
+            p.weight_on_input,
+        ),
         arch,
-    )
+    )  # fmt: skip
 
 
 def _quantize_y(p: Problem, arch: str) -> Step:
@@ -131,18 +138,18 @@ def _quantize_y(p: Problem, arch: str) -> Step:
 def workspace(p: Problem, second: down.Plan) -> Workspace:
     """Offsets of the regions. In bytes, with S = M * topk, pitch(n) = scale_pitch(n) * 4:
 
-    S (K + pitch(K) + 4 + 3 N + pitch(N)) + 4, and 2 K / passes for each slot beyond down's
-    shared_slots, K rounded up to whole passes.
+    S (K + pitch(K) + 8 + 3 N + pitch(N)) + 4, and 4 K / passes for each token beyond down's
+    shared_tokens, K rounded up to whole passes.
     """
     S = p.M * p.topk
     sizes = (
         S * p.K,
         S * scale_pitch(p.K) * 4,
-        S * 4,
+        S * ROUTE_BYTES,
         4,
         S * p.N * 2,
         S * p.N,
         S * scale_pitch(p.N) * 4,
-        second.memory_bytes(S),
+        second.memory_bytes(p.M),
     )
     return Workspace(*offsets(sizes))

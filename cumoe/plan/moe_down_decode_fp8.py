@@ -5,11 +5,12 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import NamedTuple
 
-from cumoe.plan.codes import ABSENT, FLOAT_TYPE, ID_TYPE
+from cumoe.plan.codes import ID_TYPE
 from cumoe.plan.decode_tile import (
     BARRIER_BYTES,
     BLOCK_K,
     CONSUMERS,
+    ROUTE_BYTES,
     TILE_BYTES,
     TILE_SLOTS,
     chunks_bytes,
@@ -17,21 +18,21 @@ from cumoe.plan.decode_tile import (
     slots,
 )
 from cumoe.plan.device import H200, DeviceInfo
-from cumoe.plan.scales import ceil_to
 from cumoe.plan.spec import LaunchSpec, Step, kernel_spec
 from cumoe.plan.tensor_map import TensorMap
 
-ABI = "TTPPPPPPqqqPPqqqqqf"
-THREADS = CONSUMERS + 128
+ABI = "TTPPPPPqqqPPqqqqqf"
+THREADS = CONSUMERS + 96
 WARPGROUPS = 2
 WGMMA_ROWS = 64
 """Of an instruction, which reads what lies behind the rows of a pass."""
 HEADS = 8
-"""Chunks of a warpgroup whose scales are fetched ahead."""
+"""Chunks of a warpgroup whose scales and routes are fetched ahead."""
 MAX_STAGE_BLOCKS = 3
 """128-blocks of N that a stage holds, of which a box fetches all."""
-STAGES = (5, 4, 3)
-"""Of a warpgroup, where all slots fit beside them; else the last and as many slots as do."""
+MIN_STAGES, MAX_STAGES = 2, 5
+"""Of a warpgroup: as many as leave room for the sums of all tokens."""
+SUM_BYTES = 4
 
 
 class Problem(NamedTuple):
@@ -46,8 +47,6 @@ class Problem(NamedTuple):
     """8 slots each, that one pass over an expert's weights serves."""
     ids: str
     has_map: bool
-    weight: str | None
-    """Type of topk_weights, or None where they were applied before."""
     aligned: bool
     """Whether every row of out starts at a multiple of 4 bytes."""
 
@@ -61,12 +60,13 @@ class Plan(NamedTuple):
     rows: int
     """Columns of the output, rows of w2, in a pass."""
     stage_blocks: int
-    shared_slots: int
-    """Whose products lie in shared memory."""
+    shared_tokens: int
+    """Whose sums lie in shared memory."""
 
-    def memory_bytes(self, num_slots: int) -> int:
-        """Of the products of the other slots."""
-        return self.step.launch.grid * max(num_slots - self.shared_slots, 0) * self.rows * 2
+    def memory_bytes(self, num_tokens: int) -> int:
+        """Of the sums of the other tokens."""
+        outside = max(num_tokens - self.shared_tokens, 0)
+        return self.step.launch.grid * outside * self.rows * SUM_BYTES
 
     def weights(self, shape: tuple[int, ...], strides: tuple[int, ...]) -> TensorMap:
         """w2 [E, K, N] as [E, N / 128, K, 128], in boxes of a stage."""
@@ -86,10 +86,11 @@ def plan(problem: Problem, device: DeviceInfo) -> Plan | None:
     p, rows, blocks = problem, pass_rows(problem.K), _stage_blocks(problem.N)
     stage = WARPGROUPS * (blocks * (rows * BLOCK_K + p.n_tiles * TILE_BYTES) + 2 * BARRIER_BYTES)
     room = device.smem_optin_bytes - _fixed_bytes(p)
-    stages = next((n for n in STAGES if n * stage + p.max_slots * rows * 2 <= room), STAGES[-1])
-    inside = min((room - stages * stage) // (rows * 2) // 8 * 8, p.max_slots)
-    if inside < 0:
+    tokens, sums = p.max_slots // p.topk, rows * SUM_BYTES
+    if room < MIN_STAGES * stage:
         return None
+    stages = min(max((room - tokens * sums) // stage, MIN_STAGES), MAX_STAGES)
+    inside = min((room - stages * stage) // sums, tokens)
     kernel = kernel_spec(
         "moe_down_decode_fp8",
         device.arch,
@@ -100,20 +101,19 @@ def plan(problem: Problem, device: DeviceInfo) -> Plan | None:
         MAX_SLOTS=p.max_slots,
         IDS=ID_TYPE[p.ids],
         MAP=p.has_map,
-        WEIGHT=ABSENT if p.weight is None else FLOAT_TYPE[p.weight],
         ALIGNED=p.aligned,
         N_TILES=p.n_tiles,
         STAGES=stages,
         STAGE_BLOCKS=blocks,
         ROWS=rows,
-        SHARED_SLOTS=inside,
+        SHARED_TOKENS=inside,
     )
     all_passes = -(-p.K // rows)
     passes = -(-all_passes // device.num_sms)
     grid = -(-all_passes // passes)
     ring = stages * (stage - WARPGROUPS * 2 * BARRIER_BYTES)
     behind = ring - blocks * p.n_tiles * TILE_BYTES + (WGMMA_ROWS - rows) * BLOCK_K
-    smem = max(_fixed_bytes(p) + stages * stage + inside * rows * 2, behind)
+    smem = max(_fixed_bytes(p) + stages * stage + inside * sums, behind)
     launch = LaunchSpec(grid, THREADS, smem, overlap=True)
     return Plan(Step(kernel, "moe_down_decode_fp8", launch, ABI), passes, rows, blocks, inside)
 
@@ -131,7 +131,7 @@ def _stage_blocks(N: int) -> int:
 
 
 def _fixed_bytes(p: Problem) -> int:
-    scales = TILE_SLOTS * p.n_tiles * scale_pitch(p.N) + 4 * p.N // BLOCK_K
-    heads = WARPGROUPS * HEADS * (scales * 4 + 2 * BARRIER_BYTES)
-    of_slots = 6 * ceil_to(p.max_slots, 8)  # weights and places
-    return heads + chunks_bytes(p.max_slots, p.num_local_experts, p.n_tiles) + of_slots
+    of_slot = scale_pitch(p.N) * 4 + ROUTE_BYTES
+    head = TILE_SLOTS * p.n_tiles * of_slot + 4 * p.N // BLOCK_K * 4
+    heads = WARPGROUPS * HEADS * (head + 2 * BARRIER_BYTES)
+    return heads + chunks_bytes(p.max_slots, p.num_local_experts, p.n_tiles)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from cumoe.plan.codes import ABSENT, FLOAT_TYPE, ID_TYPE
+from cumoe.plan.codes import FLOAT_TYPE, ID_TYPE
 from cumoe.plan.scales import GROUP_SIZE, ceil_to
 from cumoe.plan.spec import LaunchSpec, Step, kernel_spec
 
@@ -27,8 +27,10 @@ class Problem(NamedTuple):
     scale_format: str
     aligned: bool
     """Whether every row of x starts at a multiple of 16 bytes."""
-    row_weight: str | None
-    """Type of the factor of each row, or None for no factor."""
+    weight: str
+    """Type of topk_weights."""
+    on_input: bool
+    """Whether x is multiplied by them."""
 
 
 def plan(problem: Problem, arch: str) -> Step:
@@ -45,7 +47,8 @@ def plan(problem: Problem, arch: str) -> Step:
         MAP=p.has_map,
         UE8M0=p.scale_format == "ue8m0",
         ALIGNED=p.aligned,
-        ROW_WEIGHT=ABSENT if p.row_weight is None else FLOAT_TYPE[p.row_weight],
+        WEIGHT=FLOAT_TYPE[p.weight],
+        ON_INPUT=p.on_input,
         THREADS=threads,
     )
     return Step(kernel, "moe_permute_quant_fp8", LaunchSpec(p.M, threads), ABI)

@@ -18,7 +18,7 @@ from cumoe.plan import experts_tiny as tiny
 from cumoe.plan import fused_experts_fp8 as fused
 from cumoe.plan import moe_down_decode_fp8 as down
 from cumoe.plan import moe_gate_up_decode_fp8 as gate_up
-from cumoe.plan.decode_tile import chunks_bytes, scale_pitch
+from cumoe.plan.decode_tile import ROUTE_BYTES, chunks_bytes, scale_pitch
 from cumoe.plan.device import H200, DeviceInfo
 from cumoe.plan.enumerate import steps_in
 from cumoe.plan.spec import Step
@@ -127,16 +127,15 @@ def gate_up_smem(c: dict[str, int]) -> int:
 
 
 def down_smem(c: dict[str, int]) -> int:
-    n_blocks, columns, slots = c["N"] // 128, 8 * c["N_TILES"], c["MAX_SLOTS"]
+    n_blocks, columns = c["N"] // 128, 8 * c["N_TILES"]
     stage = c["STAGE_BLOCKS"] * (c["ROWS"] * 128 + c["N_TILES"] * 1024)
-    heads = 2 * 8 * (columns * pitch_in_the_source(n_blocks) + 4 * n_blocks) * 4
-    barriers = 4 * (c["STAGES"] + 8) * 8
-    of_slots = up(slots, 8) * (4 + 2)
-    assert chunks_in_the_source(c) % 16 == 0  # d is read 16 bytes at a time
-    d = c["SHARED_SLOTS"] * c["ROWS"] // 2 * 4
+    head = columns * pitch_in_the_source(n_blocks) * 4 + columns * 8 + 4 * n_blocks * 4
+    heads, barriers = 2 * 8 * head, 4 * (c["STAGES"] + 8) * 8
+    sums = c["SHARED_TOKENS"] * c["ROWS"] * 4
     ring = 2 * c["STAGES"] * stage
     last = ring - stage + (c["STAGE_BLOCKS"] - 1) * c["ROWS"] * 128  # rows of the last product
-    regions = ring + heads + barriers + chunks_in_the_source(c) + of_slots + d
+    assert head % 16 == barriers % 16 == chunks_in_the_source(c) % 16 == 0  # of a sum's accesses
+    regions = ring + heads + barriers + chunks_in_the_source(c) + sums
     return max(regions, last + 64 * 128)
 
 
@@ -152,6 +151,8 @@ def test_formulas_agree_with_the_sources():
     assert f"constexpr int ITEM_GROUPS = {gate_up.ITEM_GROUPS}," in first
     assert f"constexpr int HEADS = {gate_up.HEADS}, QUEUE = {gate_up.QUEUE};" in first
     assert source_constant(second, "HEADS") == down.HEADS
+    assert "u16 token, repeat; " in source("common/route.cuh")
+    assert ROUTE_BYTES == 2 + 2 + 4
     for blocks in range(1, 70):
         assert scale_pitch(128 * blocks) == pitch_in_the_source(blocks) >= blocks
         assert scale_pitch(128 * blocks) % 8 == 4
@@ -178,6 +179,23 @@ def plans(name: str, device: DeviceInfo = H200) -> Iterator[tuple[int, decode.Pl
     for M in range(1, end + 2):
         if plan := decode.plan(problem_of(E, topk, K, N, M), device):
             yield M, plan
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_twice_as_many_slots_would_have_plans(name, monkeypatch):
+    """What a further regime would run, if it were faster than the chain for many."""
+    E, topk, K, N = MODELS[name]
+    decode.plan.cache_clear()
+    real = decode.regimes
+    monkeypatch.setattr(decode, "regimes", lambda E: (*real(E), decode.Regime(16 * E, 4)))
+    try:
+        plan = decode.plan(problem_of(E, topk, K, N, 16 * E // topk), H200)
+    finally:
+        decode.plan.cache_clear()
+    for step, layout in ((plan.gate_up, gate_up_smem), (plan.down.step, down_smem)):
+        c = constants(step)
+        assert c["MAX_SLOTS"] == 16 * E // topk * topk
+        assert step.launch.smem_bytes == layout(c) <= H200.smem_optin_bytes
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -274,13 +292,15 @@ def test_the_rings_have_stages_and_the_grid_all_columns(problem):
         return
     c, d, launch = constants(plan.gate_up), constants(plan.down.step), plan.down.step.launch
     assert 2 <= c["STAGES"] <= gate_up.MAX_STAGES
-    assert d["STAGES"] in down.STAGES
+    assert down.MIN_STAGES <= d["STAGES"] <= down.MAX_STAGES
     assert d["N"] % (128 * d["STAGE_BLOCKS"]) == 0
     assert launch.grid <= H200.num_sms
     rows = d["ROWS"] * plan.down.passes  # of a CTA
     assert (launch.grid - 1) * rows < problem.K <= launch.grid * rows
-    assert 0 <= d["SHARED_SLOTS"] <= d["MAX_SLOTS"]
-    assert plan.down.memory_bytes(d["SHARED_SLOTS"]) == 0
+    most = d["MAX_SLOTS"] // d["TOPK"]
+    assert 0 <= d["SHARED_TOKENS"] <= most
+    assert d["SHARED_TOKENS"] == most or d["STAGES"] <= down.GOOD_STAGES
+    assert plan.down.memory_bytes(d["SHARED_TOKENS"]) == 0
     # What the last product reads behind its rows lies in shared memory.
     stage = d["STAGE_BLOCKS"] * (d["ROWS"] * 128 + d["N_TILES"] * 1024)
     last = (2 * d["STAGES"] - 1) * stage + (d["STAGE_BLOCKS"] - 1) * d["ROWS"] * 128
@@ -315,12 +335,12 @@ def test_regions_of_the_workspace_are_disjoint_aligned_and_large_enough(problem)
         return
     p, slots = problem, problem.M * problem.topk
     d = constants(plan.down.step)
-    outside = max(slots - d["SHARED_SLOTS"], 0)
+    outside = max(p.M - d["SHARED_TOKENS"], 0)
     sizes = {
         "a": slots * p.K, "a_scale": 4 * slots * pitch_in_the_source(p.K // 128),
-        "place_of_slot": 4 * slots, "counter": 4, "y": 2 * slots * p.N, "q": slots * p.N,
+        "routes": 8 * slots, "counter": 4, "y": 2 * slots * p.N, "q": slots * p.N,
         "q_scale": 4 * slots * pitch_in_the_source(p.N // 128),
-        "d": 2 * plan.down.step.launch.grid * outside * d["ROWS"],
+        "sums": 4 * plan.down.step.launch.grid * outside * d["ROWS"],
     }  # fmt: skip
     assert_regions(plan.workspace, sizes)
 
