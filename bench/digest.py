@@ -1,8 +1,8 @@
 """What a GPU record vouches for: one digest per op.
 
 A digest covers all that decides what runs on the GPU: the kernel's source with its includes, its
-plan, the launcher and the compiler flags. Comments, docstrings and layout do not count, so a record
-stays valid while only words change.
+plan with the plans that it imports, the launcher and the compiler flags. Comments, docstrings and
+layout do not count, so a record stays valid while only words change.
 """
 
 from __future__ import annotations
@@ -21,12 +21,10 @@ LAUNCHER = (
 )  # fmt: skip
 COMPOSED = "fused_experts_fp8"
 """The op without a kernel of its own: plans and sequences of launches."""
-CHAINS = (
-    "plan/fused_experts_fp8.py", "plan/experts_decode.py", "plan/experts_prefill.py",
-    "plan/experts_tiny.py", "plan/experts_ends.py", "plan/small_table.py", "plan/decode_tile.py",
-    "plan/tensor_map.py", "plan/wgmma_tile.py",
-    "plan/workspace.py", "ops/fused_experts_fp8.py",
+SEQUENCES = (
+    "ops/fused_experts_fp8.py", "ops/_experts_inputs.py", "ops/moe_align_block_size.py",
 )  # fmt: skip
+"""What makes a problem of its arguments, and launches of its plan."""
 
 
 def kernel_stems() -> list[str]:
@@ -36,20 +34,40 @@ def kernel_stems() -> list[str]:
 
 def kernels_digest() -> dict[str, str]:
     """Digest of each op, by stem."""
-    shared = [_code(PACKAGE / name) for name in LAUNCHER]
-    shared.append(" ".join(nvrtc_flags("sm_90a")))
+    shared = [*map(_code, LAUNCHER), " ".join(nvrtc_flags("sm_90a"))]
     digests = {
-        stem: _digest(source_digest(stem), _code(PACKAGE / "plan" / f"{stem}.py"), *shared)
+        stem: _digest(source_digest(stem), *map(_code, plans(stem)), *shared)
         for stem in kernel_stems()
     }
-    composed = [_code(PACKAGE / name) for name in CHAINS]
+    composed = map(_code, [*plans(COMPOSED), *SEQUENCES])
     digests[COMPOSED] = _digest(*composed, *digests.values())
     return digests
 
 
-def _code(path: Path) -> str:
-    """The module as its syntax tree, docstrings dropped."""
-    tree = ast.parse(path.read_text())
+def plans(stem: str) -> list[str]:
+    """Files of the op's plan and of all that it imports of that room, directly or not."""
+    found: set[str] = set()
+    new = {stem}
+    while new:
+        found |= new
+        new = set().union(*map(_imported_plans, new)) - found
+    return [f"plan/{name}.py" for name in sorted(found)]
+
+
+def _imported_plans(name: str) -> set[str]:
+    """Modules of the room that a module of it names, wherever the import stands."""
+    modules = set()
+    for node in ast.walk(ast.parse((PACKAGE / "plan" / f"{name}.py").read_text())):
+        if isinstance(node, ast.Import):
+            modules |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            modules |= {f"{node.module}.{alias.name}" for alias in node.names}
+    return {module.split(".")[2] for module in modules if module.startswith("cumoe.plan.")}
+
+
+def _code(file: str) -> str:
+    """A module of the package as its syntax tree, docstrings dropped."""
+    tree = ast.parse((PACKAGE / file).read_text())
     for node in ast.walk(tree):
         body = getattr(node, "body", None)
         if isinstance(body, list):
