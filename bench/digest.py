@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import ast
 import hashlib
+from collections.abc import Iterable
+from functools import cache
 from pathlib import Path
 
 from cumoe.store.digest import source_digest
@@ -34,12 +36,11 @@ def kernel_stems() -> list[str]:
 
 def kernels_digest() -> dict[str, str]:
     """Digest of each op, by stem."""
-    shared = [*map(_code, LAUNCHER), " ".join(nvrtc_flags("sm_90a"))]
+    shared = [*_codes(LAUNCHER), " ".join(nvrtc_flags("sm_90a"))]
     digests = {
-        stem: _digest(source_digest(stem), *map(_code, plans(stem)), *shared)
-        for stem in kernel_stems()
+        stem: _digest(source_digest(stem), *_codes(plans(stem)), *shared) for stem in kernel_stems()
     }
-    composed = map(_code, [*plans(COMPOSED), *SEQUENCES])
+    composed = _codes([*plans(COMPOSED), *SEQUENCES])
     digests[COMPOSED] = _digest(*composed, *digests.values())
     return digests
 
@@ -50,14 +51,23 @@ def plans(stem: str) -> list[str]:
     new = {stem}
     while new:
         found |= new
-        new = set().union(*map(_imported_plans, new)) - found
+        new = set().union(*(_imported_plans(_text(f"plan/{name}.py")) for name in new)) - found
     return [f"plan/{name}.py" for name in sorted(found)]
 
 
-def _imported_plans(name: str) -> set[str]:
-    """Modules of the room that a module of it names, wherever the import stands."""
+def _codes(files: Iterable[str]) -> list[str]:
+    return [_code(_text(file)) for file in files]
+
+
+def _text(file: str) -> str:
+    return (PACKAGE / file).read_text()
+
+
+@cache
+def _imported_plans(text: str) -> set[str]:
+    """Modules of that room that a module names, wherever the import stands."""
     modules = set()
-    for node in ast.walk(ast.parse((PACKAGE / "plan" / f"{name}.py").read_text())):
+    for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.Import):
             modules |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
@@ -65,9 +75,10 @@ def _imported_plans(name: str) -> set[str]:
     return {module.split(".")[2] for module in modules if module.startswith("cumoe.plan.")}
 
 
-def _code(file: str) -> str:
-    """A module of the package as its syntax tree, docstrings dropped."""
-    tree = ast.parse((PACKAGE / file).read_text())
+@cache
+def _code(text: str) -> str:
+    """A module as its syntax tree, docstrings dropped."""
+    tree = ast.parse(text)
     for node in ast.walk(tree):
         body = getattr(node, "body", None)
         if isinstance(body, list):
