@@ -2,6 +2,7 @@
 
 activation  activation and quantization, and the quantizer
 experts     the experts of a layer
+stress      the experts of eight layers that hold every pair of sizes, routings and clamps
 coldstart   how long a worker's first call takes
 plot        the PNG of a JSON file
 """
@@ -48,11 +49,16 @@ def parser() -> argparse.ArgumentParser:
     experts.add_argument("--shape", type=_list(_shape), default=["glm-5.3-tp8"], help=_SHAPES)
     experts.add_argument("--routing", type=_list(_choice(shapes.ROUTINGS)), default=["uniform"])
     experts.add_argument("--scale-format", type=_list(_choice(("fp32", "ue8m0"))), default=["fp32"])
-    for command, ours in ((activation, peers.ACTIVATION), (experts, peers.EXPERTS)):
-        command.add_argument("--m", type=_list(_tokens), default=_TOKENS, help="numbers of tokens")
+    stress = commands.add_parser("stress", help="sizes, routings and clamps in pairs")
+    for command, tokens, known, default in (
+        (activation, _TOKENS, peers.ACTIVATION, peers.ACTIVATION),
+        (experts, _TOKENS, peers.EXPERTS, peers.EXPERTS),
+        (stress, _TOKENS[:9], peers.EXPERTS, ["vllm-triton"]),
+    ):
+        command.add_argument("--m", type=_list(_tokens), default=tokens, help="numbers of tokens")
         command.add_argument(
-            "--peers", type=_peers(tuple(ours)), default=list(ours), metavar="vllm|none|NAMES",
-            help=f"all of them, none, or some of {','.join(ours)}",
+            "--peers", type=_peers(tuple(known)), default=list(default), metavar="vllm|none|NAMES",
+            help=f"all, none, or some of {','.join(known)}; by default {','.join(default)}",
         )  # fmt: skip
         command.add_argument("--out", type=Path, help="JSON file to write")
         command.add_argument("--plot", type=Path, help="PNG to write")
@@ -71,15 +77,15 @@ _SHAPES = f"{', '.join(shapes.SHAPES)}, or e256-top8-k6144-n256[-limit10][-local
 
 
 def _measure(arguments: argparse.Namespace) -> int:
-    from bench import activation, experts
+    from bench import activation, experts, stress
     from bench.environment import environment
     from bench.table import show
 
-    run = {"activation": activation.run, "experts": experts.run}[arguments.what]
+    runs = {"activation": activation.run, "experts": experts.run, "stress": stress.run}
     where = environment() | ({"peers": peers.versions()} if arguments.peers else {})
     record = Record(arguments.out, where, keep=arguments.keep)
     measured = []
-    for row in run(arguments):
+    for row in runs[arguments.what](arguments):
         record.add(row)
         measured.append(row)
         print(_progress(row), flush=True)

@@ -22,10 +22,13 @@ from unittest.mock import patch
 import numpy as np
 
 import cumoe
+from bench.harness import compile_kernels
 from bench.sweep import forced
 from cumoe._settings import settings
+from cumoe.launch import device
 from cumoe.plan import silu_and_mul_quant_fp8 as activation
-from cumoe.plan.fused_experts_fp8 import Problem
+from cumoe.plan.enumerate import steps_in
+from cumoe.plan.fused_experts_fp8 import Problem, plan
 from cumoe.plan.silu_and_mul_quant_fp8 import clamp_kind
 
 TOOLS = ("memcheck", "racecheck", "synccheck")
@@ -128,16 +131,10 @@ EXPERTS = (
 
 
 def compile_experts() -> None:
-    """Their kernels into the cache, by many threads: the tools then find them there."""
-    from cumoe.launch import device
-    from cumoe.plan.enumerate import steps_in
-    from cumoe.plan.fused_experts_fp8 import plan
-    from cumoe.store import store
-
+    """Their kernels: the tools then find them."""
     info = device.info(0)
-    kernels = {step.kernel for case in EXPERTS for step in steps_in(plan(case.problem, info))}
-    with ThreadPoolExecutor() as pool:
-        list(pool.map(store.get, kernels))
+    plans = (plan(case.problem, info) for case in EXPERTS)
+    compile_kernels(step.kernel for found in plans for step in steps_in(found))
 
 
 def workload() -> None:
