@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -50,26 +50,33 @@ def parser() -> argparse.ArgumentParser:
     experts.add_argument("--routing", type=_list(_choice(shapes.ROUTINGS)), default=["uniform"])
     experts.add_argument("--scale-format", type=_list(_choice(("fp32", "ue8m0"))), default=["fp32"])
     stress = commands.add_parser("stress", help="sizes, routings and clamps in pairs")
-    for command, tokens, known, default in (
-        (activation, _TOKENS, peers.ACTIVATION, peers.ACTIVATION),
-        (experts, _TOKENS, peers.EXPERTS, peers.EXPERTS),
-        (stress, _TOKENS[:9], peers.EXPERTS, ["vllm-triton"]),
-    ):
-        command.add_argument("--m", type=_list(_tokens), default=tokens, help="numbers of tokens")
-        command.add_argument(
-            "--peers", type=_peers(tuple(known)), default=list(default), metavar="vllm|none|NAMES",
-            help=f"all, none, or some of {','.join(known)}; by default {','.join(default)}",
-        )  # fmt: skip
-        command.add_argument("--out", type=Path, help="JSON file to write")
-        command.add_argument("--plot", type=Path, help="PNG to write")
-        command.add_argument(
-            "--keep", action="store_true", help="keep the other rows of --out: same kernels only"
-        )
+    _add_common(activation, _TOKENS, peers.ACTIVATION, peers.ACTIVATION)
+    _add_common(experts, _TOKENS, peers.EXPERTS, peers.EXPERTS)
+    _add_common(stress, _TOKENS[:9], peers.EXPERTS, ["vllm-triton"])
     commands.add_parser("coldstart", help="a worker's first call", add_help=False)
     plot = commands.add_parser("plot", help="the PNG of a JSON file")
     plot.add_argument("file", type=Path)
     plot.add_argument("--out", type=Path, required=True)
     return top
+
+
+def _add_common(
+    command: argparse.ArgumentParser,
+    tokens: list[int],
+    known: Iterable[str],
+    default: Iterable[str],
+) -> None:
+    names, default = list(known), list(default)
+    command.add_argument("--m", type=_list(_tokens), default=tokens, help="numbers of tokens")
+    command.add_argument(
+        "--peers", type=_peers(names), default=default, metavar="vllm|none|NAMES",
+        help=f"all, none, or some of {','.join(names)}; by default {','.join(default)}",
+    )  # fmt: skip
+    command.add_argument("--out", type=Path, help="JSON file to write")
+    command.add_argument("--plot", type=Path, help="PNG to write")
+    command.add_argument(
+        "--keep", action="store_true", help="keep the other rows of --out: same kernels only"
+    )
 
 
 _TOKENS = [1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096]
@@ -136,7 +143,7 @@ def _tokens(text: str) -> int:
     return int(text)
 
 
-def _peers(known: tuple[str, ...]) -> Callable[[str], list[str]]:
+def _peers(known: Sequence[str]) -> Callable[[str], list[str]]:
     groups = {"vllm": list(known), "none": []}
 
     def names(text: str) -> list[str]:
