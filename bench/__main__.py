@@ -2,6 +2,7 @@
 
 activation  activation and quantization, and the quantizer
 experts     the experts of a layer
+stress      the experts of eight layers that hold every pair of sizes, routings and clamps
 coldstart   how long a worker's first call takes
 plot        the PNG of a JSON file
 """
@@ -10,7 +11,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -48,17 +49,10 @@ def parser() -> argparse.ArgumentParser:
     experts.add_argument("--shape", type=_list(_shape), default=["glm-5.3-tp8"], help=_SHAPES)
     experts.add_argument("--routing", type=_list(_choice(shapes.ROUTINGS)), default=["uniform"])
     experts.add_argument("--scale-format", type=_list(_choice(("fp32", "ue8m0"))), default=["fp32"])
-    for command, ours in ((activation, peers.ACTIVATION), (experts, peers.EXPERTS)):
-        command.add_argument("--m", type=_list(_tokens), default=_TOKENS, help="numbers of tokens")
-        command.add_argument(
-            "--peers", type=_peers(tuple(ours)), default=list(ours), metavar="vllm|none|NAMES",
-            help=f"all of them, none, or some of {','.join(ours)}",
-        )  # fmt: skip
-        command.add_argument("--out", type=Path, help="JSON file to write")
-        command.add_argument("--plot", type=Path, help="PNG to write")
-        command.add_argument(
-            "--keep", action="store_true", help="keep the other rows of --out: same kernels only"
-        )
+    stress = commands.add_parser("stress", help="sizes, routings and clamps in pairs")
+    _add_common(activation, _TOKENS, peers.ACTIVATION, peers.ACTIVATION)
+    _add_common(experts, _TOKENS, peers.EXPERTS, peers.EXPERTS)
+    _add_common(stress, _TOKENS[:9], peers.EXPERTS, ["vllm-triton"])
     commands.add_parser("coldstart", help="a worker's first call", add_help=False)
     plot = commands.add_parser("plot", help="the PNG of a JSON file")
     plot.add_argument("file", type=Path)
@@ -66,20 +60,39 @@ def parser() -> argparse.ArgumentParser:
     return top
 
 
+def _add_common(
+    command: argparse.ArgumentParser,
+    tokens: list[int],
+    known: Iterable[str],
+    default: Iterable[str],
+) -> None:
+    names, default = list(known), list(default)
+    command.add_argument("--m", type=_list(_tokens), default=tokens, help="numbers of tokens")
+    command.add_argument(
+        "--peers", type=_peers(names), default=default, metavar="vllm|none|NAMES",
+        help=f"all, none, or some of {','.join(names)}; by default {','.join(default)}",
+    )  # fmt: skip
+    command.add_argument("--out", type=Path, help="JSON file to write")
+    command.add_argument("--plot", type=Path, help="PNG to write")
+    command.add_argument(
+        "--keep", action="store_true", help="keep the other rows of --out: same kernels only"
+    )
+
+
 _TOKENS = [1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096]
 _SHAPES = f"{', '.join(shapes.SHAPES)}, or e256-top8-k6144-n256[-limit10][-local32]"
 
 
 def _measure(arguments: argparse.Namespace) -> int:
-    from bench import activation, experts
+    from bench import activation, experts, stress
     from bench.environment import environment
     from bench.table import show
 
-    run = {"activation": activation.run, "experts": experts.run}[arguments.what]
+    runs = {"activation": activation.run, "experts": experts.run, "stress": stress.run}
     where = environment() | ({"peers": peers.versions()} if arguments.peers else {})
     record = Record(arguments.out, where, keep=arguments.keep)
     measured = []
-    for row in run(arguments):
+    for row in runs[arguments.what](arguments):
         record.add(row)
         measured.append(row)
         print(_progress(row), flush=True)
@@ -130,7 +143,7 @@ def _tokens(text: str) -> int:
     return int(text)
 
 
-def _peers(known: tuple[str, ...]) -> Callable[[str], list[str]]:
+def _peers(known: Sequence[str]) -> Callable[[str], list[str]]:
     groups = {"vllm": list(known), "none": []}
 
     def names(text: str) -> list[str]:

@@ -108,18 +108,22 @@ def _activation_row(case: Case, device: str, named: list[str]) -> dict[str, Any]
         "peers": {n: measure(_rotating(f, xs)).us for n, f in others.items() if n in named},
     }  # fmt: skip
     if c.filter:
-        some = [x[: len(local)] for x in xs]
-        unfiltered = cumoe.silu_and_mul_quant_fp8(some[0], limit=LIMIT)
-        row["unfiltered_local_rows_us"] = measure(
-            _rotating(
-                lambda x: cumoe.silu_and_mul_quant_fp8(
-                    x, limit=LIMIT, scale_format=c.scale_format,
-                    out=unfiltered[0], out_scale=unfiltered[1],
-                ),
-                some,
-            )
-        ).us  # fmt: skip
+        row["unfiltered_local_rows_us"] = _unfiltered_us(c, [x[: len(local)] for x in xs])
     return row
+
+
+def _unfiltered_us(c: Case, xs: list[Any]) -> float:
+    """Of as many rows as are local, without ids."""
+    import cumoe
+
+    out, scale = cumoe.silu_and_mul_quant_fp8(xs[0], limit=LIMIT)
+
+    def call(x: Any) -> Any:
+        return cumoe.silu_and_mul_quant_fp8(
+            x, limit=LIMIT, scale_format=c.scale_format, out=out, out_scale=scale
+        )
+
+    return measure(_rotating(call, xs)).us
 
 
 def _filter(c: Case, generator: Any) -> tuple[Any, Any]:

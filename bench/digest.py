@@ -1,14 +1,16 @@
 """What a GPU record vouches for: one digest per op.
 
 A digest covers all that decides what runs on the GPU: the kernel's source with its includes, its
-plan, the launcher and the compiler flags. Comments, docstrings and layout do not count, so a record
-stays valid while only words change.
+plan with the plans that it imports, the launcher and the compiler flags. Comments, docstrings and
+layout do not count, so a record stays valid while only words change.
 """
 
 from __future__ import annotations
 
 import ast
 import hashlib
+from collections.abc import Iterable
+from functools import cache
 from pathlib import Path
 
 from cumoe.store.digest import source_digest
@@ -21,12 +23,10 @@ LAUNCHER = (
 )  # fmt: skip
 COMPOSED = "fused_experts_fp8"
 """The op without a kernel of its own: plans and sequences of launches."""
-CHAINS = (
-    "plan/fused_experts_fp8.py", "plan/experts_decode.py", "plan/experts_prefill.py",
-    "plan/experts_tiny.py", "plan/experts_ends.py", "plan/small_table.py", "plan/decode_tile.py",
-    "plan/tensor_map.py", "plan/wgmma_tile.py",
-    "plan/workspace.py", "ops/fused_experts_fp8.py",
+SEQUENCES = (
+    "ops/fused_experts_fp8.py", "ops/_experts_inputs.py", "ops/moe_align_block_size.py",
 )  # fmt: skip
+"""What makes a problem of its arguments, and launches of its plan."""
 
 
 def kernel_stems() -> list[str]:
@@ -36,20 +36,49 @@ def kernel_stems() -> list[str]:
 
 def kernels_digest() -> dict[str, str]:
     """Digest of each op, by stem."""
-    shared = [_code(PACKAGE / name) for name in LAUNCHER]
-    shared.append(" ".join(nvrtc_flags("sm_90a")))
+    shared = [*_codes(LAUNCHER), " ".join(nvrtc_flags("sm_90a"))]
     digests = {
-        stem: _digest(source_digest(stem), _code(PACKAGE / "plan" / f"{stem}.py"), *shared)
-        for stem in kernel_stems()
+        stem: _digest(source_digest(stem), *_codes(plans(stem)), *shared) for stem in kernel_stems()
     }
-    composed = [_code(PACKAGE / name) for name in CHAINS]
+    composed = _codes([*plans(COMPOSED), *SEQUENCES])
     digests[COMPOSED] = _digest(*composed, *digests.values())
     return digests
 
 
-def _code(path: Path) -> str:
-    """The module as its syntax tree, docstrings dropped."""
-    tree = ast.parse(path.read_text())
+def plans(stem: str) -> list[str]:
+    """Files of the op's plan and of all that it imports of that room, directly or not."""
+    found: set[str] = set()
+    new = {stem}
+    while new:
+        found |= new
+        new = set().union(*(_imported_plans(_text(f"plan/{name}.py")) for name in new)) - found
+    return [f"plan/{name}.py" for name in sorted(found)]
+
+
+def _codes(files: Iterable[str]) -> list[str]:
+    return [_code(_text(file)) for file in files]
+
+
+def _text(file: str) -> str:
+    return (PACKAGE / file).read_text()
+
+
+@cache
+def _imported_plans(text: str) -> set[str]:
+    """Modules of that room that a module names, wherever the import stands."""
+    modules = set()
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Import):
+            modules |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            modules |= {f"{node.module}.{alias.name}" for alias in node.names}
+    return {module.split(".")[2] for module in modules if module.startswith("cumoe.plan.")}
+
+
+@cache
+def _code(text: str) -> str:
+    """A module as its syntax tree, docstrings dropped."""
+    tree = ast.parse(text)
     for node in ast.walk(tree):
         body = getattr(node, "body", None)
         if isinstance(body, list):

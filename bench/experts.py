@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext
 from itertools import islice, product
 from statistics import mean
@@ -11,13 +11,15 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from bench import peers, roofline, shapes
-from bench.harness import CALLS, host_us, measure
+from bench import peers, roofline, shapes, truth
+from bench.harness import CALLS, FULL, Effort, compile_kernels, host_us, measure
 from bench.peers import Layer, Moe
 from bench.read_only import reader
 from bench.record import name_of
 from bench.shapes import Shape
 from cumoe.checkpoint.accuracy import REFERENCE_ROW, reference_row, row_errors
+from cumoe.launch import device as gpu
+from cumoe.plan.enumerate import layer_specs
 
 CHECKED_TOKENS = 8
 INPUTS = 2
@@ -60,20 +62,44 @@ class Sample(NamedTuple):
 
 def run(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """A row per shape, routing, scale format and number of tokens, each checked before timing."""
-    import torch
-
+    compile_layers(arguments.shape, arguments.scale_format)
     with peers.vllm_context() if arguments.peers else nullcontext():
         for name in arguments.shape:
-            layer = make_layer(shapes.shape(name))
-            others = peers.experts_peers(arguments.peers, shapes.shape(name), layer)
-            for routing, fmt, m in product(arguments.routing, arguments.scale_format, arguments.m):
-                case = Case(name, m, routing, fmt)
-                try:
-                    yield row(case, layer, others if fmt == "fp32" else {})
-                except NotTimed as error:
-                    yield {**case._asdict(), "op": "fused_experts_fp8", "error": str(error)}
-            del layer, others
-            torch.cuda.empty_cache()
+            calls = product(arguments.routing, arguments.scale_format, arguments.m)
+            yield from layer_rows([Case(name, m, *how) for *how, m in calls], arguments.peers)
+
+
+def compile_layers(names: Iterable[str], scale_formats: Iterable[str]) -> None:
+    """All kernels of these calls."""
+    layers = product(map(shapes.shape, names), scale_formats)
+    device = gpu.info(0)
+    compile_kernels(
+        kernel
+        for s, fmt in layers
+        for kernel in layer_specs(
+            device, K=s.K, N=s.N, num_experts=s.E, num_local_experts=s.num_local_experts,
+            topk=s.topk, scale_format=fmt, clamp=s.limit is not None,
+        )
+    )  # fmt: skip
+
+
+def layer_rows(
+    cases: Iterable[Case], names: Iterable[str], effort: Effort = FULL
+) -> Iterator[dict[str, Any]]:
+    """Rows of one shape, beside these peers; where a result is wrong what was wrong about it."""
+    import torch
+
+    cases = list(cases)
+    s = shapes.shape(cases[0].shape)
+    layer = make_layer(s)
+    others = peers.experts_peers(names, s, layer)
+    for case in cases:
+        try:
+            yield row(case, layer, others if case.scale_format == "fp32" else {}, effort)
+        except NotTimed as error:
+            yield {**case._asdict(), "op": "fused_experts_fp8", "error": str(error)}
+    del layer, others
+    torch.cuda.empty_cache()
 
 
 def make_layer(s: Shape, device: str = "cuda") -> Layer:
@@ -112,7 +138,7 @@ def make_inputs(s: Shape, m: int, routing: str, device: str = "cuda") -> Inputs:
     return Inputs(xs, weights, ids)
 
 
-def row(case: Case, layer: Layer, others: dict[str, Moe]) -> dict[str, Any]:
+def row(case: Case, layer: Layer, others: dict[str, Moe], effort: Effort = FULL) -> dict[str, Any]:
     """Checks ours, then times ours, a kernel that only reads, and the peers. NotTimed if wrong."""
     import torch
 
@@ -124,17 +150,17 @@ def row(case: Case, layer: Layer, others: dict[str, Moe]) -> dict[str, Any]:
     given = lambda i: ours(i, **buffers)  # noqa: E731
     sample = make_sample(s, layer, inputs, case.scale_format)
     error = checked_error(given, sample, reference_row(m, s.topk, s.K, s.N))
-    timing = measure(given)
+    timing = measure(given, effort)
     local = [local_slots(ids, layer.expert_map) for ids in inputs.ids]
     used = [np.unique(experts) for experts in local]
     return {
         "op": "fused_experts_fp8", **case._asdict(),
         **figures(s, m, timing.us, [len(u) for u in used], [len(x) for x in local]),
         "p20": timing.p20, "p80": timing.p80, "host_us": timing.host_us,
-        "host_us_allocating": round(host_us(ours), 2),
-        "read_only_us": measure(reader(read_only_inputs(layer, inputs, used))).us,
+        "host_us_allocating": round(host_us(ours, effort), 2),
+        "read_only_us": measure(reader(read_only_inputs(layer, inputs, used)), effort).us,
         "max_row_error": error,
-        **peer_figures(others, inputs, sample, name_of(case._asdict())),
+        **peer_figures(others, inputs, sample, name_of(case._asdict()), effort),
     }  # fmt: skip
 
 
@@ -177,33 +203,19 @@ def new_workspace(s: Shape, layer: Layer, inputs: Inputs, scale_format: str, out
 
 
 def make_sample(s: Shape, layer: Layer, inputs: Inputs, scale_format: str) -> Sample:
-    """Up to CHECKED_TOKENS tokens spread over a call, or over several, and their reference.
-
-    CPU arrays are computed by the reference; it gets only the experts that these tokens use.
-    """
+    """Up to CHECKED_TOKENS tokens spread over a call, or over several, and what they must be."""
     import torch
-
-    import cumoe
 
     m = len(inputs.ids[0])
     rows = np.unique(np.linspace(0, m - 1, CHECKED_TOKENS).astype(int)).tolist()
     picks = list(islice(product(range(CALLS), rows), CHECKED_TOKENS))
     x, weights, ids = (
-        torch.stack(parts).cpu()
+        torch.stack(parts)
         for parts in zip(*([a[t] for a in inputs.of(i)] for i, t in picks), strict=True)
     )
-    local = ids if layer.expert_map is None else layer.expert_map.cpu()[ids.long()]
-    needed = torch.unique(torch.where(local < 0, 0, local)).long()
-    compact = torch.where(local < 0, -1, torch.searchsorted(needed, local.long())).int()
-
-    def part(a: Any) -> Any:  # as bytes: not every operation takes e4m3
-        return a.view(torch.uint8)[needed.to(a.device)].cpu().view(a.dtype)
-
-    want = cumoe.fused_experts_fp8(
-        x, part(layer.w1), part(layer.w2), weights, compact, w1_scale=part(layer.w1_scale),
-        w2_scale=part(layer.w2_scale), scale_format=scale_format, swiglu_limit=s.limit,
-    )  # fmt: skip
-    return Sample(picks, want.float().numpy())
+    local = ids if layer.expert_map is None else layer.expert_map[ids.long()]
+    want = truth.fused_experts(x, layer, weights, local, scale_format=scale_format, limit=s.limit)
+    return Sample(picks, want.float().cpu().numpy())
 
 
 def checked_error(
@@ -253,14 +265,14 @@ def figures(s: Shape, m: int, us: float, active: list[int], slots: list[int]) ->
 
 
 def peer_figures(
-    others: dict[str, Moe], inputs: Inputs, sample: Sample, where: str
+    others: dict[str, Moe], inputs: Inputs, sample: Sample, where: str, effort: Effort = FULL
 ) -> dict[str, Any]:
     """Each peer's time, host time and error; the last is recorded, not judged."""
     found: dict[str, dict[str, float]] = {"peers": {}, "peers_host_us": {}, "peers_row_error": {}}
     for name, peer in others.items():
         call = lambda i, peer=peer: peer(*inputs.of(i))  # noqa: E731
         try:
-            error, timing = worst_error(call, sample), measure(call)
+            error, timing = worst_error(call, sample), measure(call, effort)
         except Exception as failure:  # noqa: BLE001 - whatever foreign code raises
             print(f"{name}: left out of {where} ({type(failure).__name__}: {failure})")
             continue

@@ -7,13 +7,16 @@ bring the clocks up.
 
 from __future__ import annotations
 
+import os
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
+from cumoe.plan.spec import KernelSpec
+
 CALLS = 16
-SAMPLES = 15
 SAMPLE_US = 1000.0
 WARM_UP_US = 20_000.0
 
@@ -27,25 +30,37 @@ class Timing(NamedTuple):
     host_us: float
 
 
-def measure(call: Callable[[int], Any]) -> Timing:
+class Effort(NamedTuple):
+    """How often a call is timed."""
+
+    samples: int = 15
+    host_rounds: int = 7
+
+
+FULL = Effort()
+QUICK = Effort(5, 1)
+"""For tables of so many rows that a single one does not matter."""
+
+
+def measure(call: Callable[[int], Any], effort: Effort = FULL) -> Timing:
     """Times ``call(i)``, which takes the i-th of CALLS inputs. Run it eagerly once before."""
     import torch
 
     for i in range(CALLS):
         call(i)
     torch.cuda.synchronize()
-    host = host_us(call)
+    host = host_us(call, effort)
     graph = capture(call)
     graph.replay()
     torch.cuda.synchronize()
     one = max(1.0, _sample_us(graph, 1))
     _sample_us(graph, round(WARM_UP_US / one) + 1)
     replays = max(1, round(SAMPLE_US / one))
-    samples = sorted(_sample_us(graph, replays) / CALLS for _ in range(SAMPLES))
+    samples = sorted(_sample_us(graph, replays) / CALLS for _ in range(effort.samples))
     return Timing(
         round(statistics.median(samples), 3),
-        round(samples[SAMPLES // 5], 3),
-        round(samples[-1 - SAMPLES // 5], 3),
+        round(samples[effort.samples // 5], 3),
+        round(samples[-1 - effort.samples // 5], 3),
         round(host, 2),
     )
 
@@ -67,12 +82,12 @@ def capture(call: Callable[[int], Any]) -> Any:
     return graph
 
 
-def host_us(call: Callable[[int], Any]) -> float:
+def host_us(call: Callable[[int], Any], effort: Effort = FULL) -> float:
     """Median over rounds of the host's time per eager call, the GPU idle at each round's start."""
     import torch
 
     rounds = []
-    for _ in range(7):
+    for _ in range(effort.host_rounds):
         torch.cuda.synchronize()
         start = time.perf_counter()
         for i in range(CALLS):
@@ -93,3 +108,11 @@ def _sample_us(graph: Any, replays: int) -> float:
     end.record()
     end.synchronize()
     return float(start.elapsed_time(end)) * 1e3 / replays
+
+
+def compile_kernels(kernels: Iterable[KernelSpec]) -> None:
+    """Into the cache, by many threads, before anything is timed."""
+    from cumoe.store import store
+
+    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
+        list(pool.map(store.get, set(kernels)))

@@ -8,15 +8,13 @@ from __future__ import annotations
 import argparse
 import importlib
 import json
-import os
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
-from bench.harness import measure
+from bench.harness import compile_kernels, measure
 from cumoe.ops import _op
 from cumoe.plan import silu_and_mul_quant_fp8 as planning
 from cumoe.plan.device import DeviceInfo
@@ -199,11 +197,7 @@ def _same(a: Any, b: Any) -> bool:
 
 def build(wanted: list[Size], device: DeviceInfo) -> None:
     """Compiles all kernels of these sizes on all cores."""
-    from cumoe.store import store
-
-    specs = {p.step.kernel for size in wanted for _, p in candidates(size, device)}
-    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
-        list(pool.map(store.get, specs))
+    compile_kernels(p.step.kernel for size in wanted for _, p in candidates(size, device))
 
 
 def summary(rows: list[dict[str, Any]], count: int = 4) -> str:

@@ -9,7 +9,7 @@ import numpy as np
 from cumoe.checkpoint.calls import Case, apply
 from cumoe.checkpoint.experts import Experts
 from cumoe.checkpoint.safetensors import Array
-from cumoe.plan.experts_tiny import MAX_CODES_BYTES, max_tokens
+from cumoe.plan import experts_tiny
 
 REFERENCE_ROW, WGMMA_ROW, SHALLOW_WGMMA_ROW = 5e-3, 4e-2, 6e-2
 """Bounds on norm(out - ref) / norm(ref) of every token against the NumPy reference: of sums in
@@ -51,8 +51,7 @@ class Errors:
 
 def reference_row(num_tokens: int, topk: int, K: int, N: int) -> float:
     """The bound for a call of this size on a GPU: the fewest tokens add up in fp32."""
-    fewest = max_tokens(topk)
-    if num_tokens <= fewest and fewest * topk * N <= MAX_CODES_BYTES:
+    if experts_tiny.takes(num_tokens, topk, N):
         return REFERENCE_ROW
     return SHALLOW_WGMMA_ROW if K < 512 or N < 256 else WGMMA_ROW
 

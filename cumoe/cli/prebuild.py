@@ -35,7 +35,11 @@ def add_to(subparsers: Any) -> None:
     )
     many = {"action": "append", "default": []}
     p.add_argument("--model", **many, metavar="NAME", help="a known model; --list names them")
-    p.add_argument("--list", action="store_true", help="print the known models, build nothing")
+    p.add_argument(
+        "--list",
+        action="store_true",
+        help="print the known models, or those of --model; build nothing",
+    )
     p.add_argument("--config", **many, metavar="PATH", help="config.json, or a folder with one")
     p.add_argument("--kernel", **many, metavar="TEXT", help="one kernel, as messages name it")
     p.add_argument("--hidden", type=values.count, metavar="K", help="hidden size of a layer")
@@ -67,7 +71,7 @@ def add_to(subparsers: Any) -> None:
 def execute(args: argparse.Namespace) -> int:
     """Runs the command; returns the exit status."""
     if args.list:
-        return _list(as_json=args.json)
+        return _list(args.model, as_json=args.json)
     from cumoe.prebuild import prebuild
 
     chosen = {name: getattr(args, name) for name in _SELECTION}
@@ -144,13 +148,14 @@ def _bar() -> Iterator[Callable[[BuiltKernel, int], None]]:
         yield advance
 
 
-def _list(*, as_json: bool) -> int:
-    from cumoe.models import known_models
+def _list(names: list[str], *, as_json: bool) -> int:
+    from cumoe.models import known_models, model
 
+    models = [model(name) for name in names] or list(known_models().values())
     if as_json:
-        print_json({"models": [asdict(model) for model in known_models().values()]})
-        return 0
-    print_rows([(name, _describe(model)) for name, model in known_models().items()])
+        print_json({"models": [asdict(one) for one in models]})
+    else:
+        print_rows([(one.name, _describe(one)) for one in models])
     return 0
 
 

@@ -45,7 +45,17 @@ def moe_align_block_size(
         capacity = min(M topk + num_experts (block_size - 1), M topk block_size), rounded up.
 
     Raises:
-        ArgumentError, DTypeError, DeviceMismatchError.
+        ArgumentError: a shape, topk, block_size or num_experts that is not one of these, or so many
+            that padded slots reach 2^31.
+        DTypeError: topk_ids is not int32 or int64, expert_map not int32, or a scalar argument no
+            whole number.
+        DeviceMismatchError: topk_ids and expert_map are on different devices.
+        UnsupportedDeviceError: no kernel for this GPU, no usable CUDA installation, or a tensor on
+            neither the CPU nor an NVIDIA GPU.
+        KernelNotBuiltError: a kernel is not loaded and the stream is being captured, or it is in no
+            cache and CUMOE_DISABLE_JIT=1. `cumoe.warmup` loads it, `cumoe prebuild` builds it.
+        CompileError: NVRTC refused a kernel.
+        CumoeError: the driver refused a launch.
 
     Example:
         >>> import numpy as np, cumoe

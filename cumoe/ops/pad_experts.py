@@ -32,7 +32,10 @@ def pad_experts(
         (w1, w2, w1_scale, w2_scale), new arrays in the framework and on the device of w1.
 
     Raises:
-        ArgumentError, DTypeError, DeviceMismatchError.
+        ArgumentError: shapes that do not fit each other, or a multiple that is none of 128.
+        DTypeError: weights are not e4m3, scales not fp32, or multiple no whole number.
+        DeviceMismatchError: the arrays are on different devices.
+        UnsupportedDeviceError: no usable CUDA installation for arrays on a GPU.
 
     Example:
         >>> import numpy as np, cumoe

@@ -50,10 +50,17 @@ def per_token_group_quant_fp8(
         (q, scale) in the framework and on the device of x.
 
     Raises:
-        ArgumentError: K is no multiple of 128, an unknown format or layout, strides that do not
-            flatten, an output of another shape or one that overlaps x.
-        DTypeError: x is not a bf16, fp16 or fp32 array.
+        ArgumentError: K is no multiple of 128, an unknown group size, format or layout, strides
+            that do not flatten, an output of another shape, read-only, or one that overlaps x.
+        DTypeError: x is not a bf16, fp16 or fp32 array, an output not of its type, or a scalar
+            argument of another type.
         DeviceMismatchError: x and an output are on different devices.
+        UnsupportedDeviceError: no kernel for this GPU, no usable CUDA installation, or a tensor on
+            neither the CPU nor an NVIDIA GPU.
+        KernelNotBuiltError: a kernel is not loaded and the stream is being captured, or it is in no
+            cache and CUMOE_DISABLE_JIT=1. `cumoe.warmup` loads it, `cumoe prebuild` builds it.
+        CompileError: NVRTC refused a kernel.
+        CumoeError: the driver refused a launch.
 
     Example:
         >>> import numpy as np, cumoe

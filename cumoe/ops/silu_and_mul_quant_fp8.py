@@ -73,9 +73,17 @@ def silu_and_mul_quant_fp8(
         (q, scale) in the framework and on the device of gate_up.
 
     Raises:
-        ArgumentError: a shape, limit, alpha, beta, format or layout that is not one of these.
-        DTypeError: gate_up is not bf16, topk_ids not int32 or int64, expert_map not int32.
+        ArgumentError: a shape, limit, alpha, beta, format or layout that is not one of these, an
+            expert_map without topk_ids, an output that is read-only or overlaps an input.
+        DTypeError: gate_up is not bf16, topk_ids not int32 or int64, expert_map not int32, an
+            output not of its type, or a scalar argument of another type.
         DeviceMismatchError: the arrays are on different devices.
+        UnsupportedDeviceError: no kernel for this GPU, no usable CUDA installation, or a tensor on
+            neither the CPU nor an NVIDIA GPU.
+        KernelNotBuiltError: a kernel is not loaded and the stream is being captured, or it is in no
+            cache and CUMOE_DISABLE_JIT=1. `cumoe.warmup` loads it, `cumoe prebuild` builds it.
+        CompileError: NVRTC refused a kernel.
+        CumoeError: the driver refused a launch.
 
     Example:
         >>> import ml_dtypes, numpy as np, cumoe

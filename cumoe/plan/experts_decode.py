@@ -72,14 +72,6 @@ def regimes(num_experts: int) -> tuple[Regime, ...]:
     return Regime(E, 1), Regime(4 * E, 2), Regime(8 * E, 4), Regime(16 * E, 4, True)
 
 
-def representative_token_counts(problem: Problem) -> set[int]:
-    """One number of tokens in each regime and for each kernel, and one beyond all of them."""
-    topk = problem.topk
-    ends = {r.max_slots // topk for r in regimes(problem.num_experts)}
-    rows = {-(-rows // topk) for rows in quantize.representative_rows(problem.N)}
-    return {1, *(ends - {0}), *(end + 1 for end in ends), *rows}
-
-
 @lru_cache(4096)
 def plan(problem: Problem, device: DeviceInfo) -> Plan | None:
     """The whole call; None where it has too many tokens or the GPU lacks what the kernels need."""

@@ -52,12 +52,18 @@ def max_tokens(topk: int) -> int:
     return min(MAX_SLOTS // topk, MAX_TOKENS)
 
 
+def takes(num_tokens: int, topk: int, N: int) -> bool:
+    """Whether a call of this size is one of the fewest tokens, if the GPU and the arrays allow."""
+    tokens = max_tokens(topk)
+    return num_tokens <= tokens and tokens * topk * N <= MAX_CODES_BYTES
+
+
 @lru_cache(4096)
 def plan(problem: Problem, device: DeviceInfo) -> Plan | None:
     """The whole call; None where it has too many slots or lacks what the kernels need."""
     p = problem
     tokens = max_tokens(p.topk)
-    small = p.M > 0 and (p.whole_M or p.M) <= tokens and tokens * p.topk * p.N <= MAX_CODES_BYTES
+    small = p.M > 0 and takes(p.whole_M or p.M, p.topk, p.N)
     able = p.x_aligned and p.down_contiguous and not p.weight_on_input
     if not (small and able and has_dependent_launch(device.arch)):
         return None

@@ -153,11 +153,13 @@ def representative_token_counts(problem: Problem) -> tuple[int, ...]:
     slots = {
         *moe_gemm_fp8.representative_slot_counts(problem.num_experts),
         *silu_and_mul_quant_fp8.representative_rows(problem.N),
+        *per_token_group_quant_fp8.representative_rows(problem.N),
     }
-    tokens = {-(-count // problem.topk) for count in slots}
-    tokens |= experts_decode.representative_token_counts(problem)
-    tokens |= {experts_tiny.max_tokens(problem.topk), experts_tiny.max_tokens(problem.topk) + 1}
-    return tuple(sorted(tokens | {*per_token_group_quant_fp8.representative_rows(problem.K)}))
+    tokens = {1, *(-(-count // problem.topk) for count in slots)}
+    for end in few_tokens(problem.num_experts, problem.topk):
+        tokens |= {end, end + 1}
+    tokens |= {*per_token_group_quant_fp8.representative_rows(problem.K)}
+    return tuple(sorted(tokens - {0}))
 
 
 def workspace(p: Problem, align: moe_align_block_size.Plan) -> Workspace:

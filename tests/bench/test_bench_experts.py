@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from itertools import product
 
 import numpy as np
 import pytest
@@ -13,7 +14,9 @@ import cumoe
 from bench import experts, peers
 from bench.harness import CALLS, Timing
 from cumoe.launch import device
+from cumoe.plan import fused_experts_fp8 as planning
 from cumoe.plan.device import H200
+from cumoe.plan.enumerate import steps_in
 
 PLAIN = "e16-top4-k256-n128"
 LOCAL = "e16-top4-k256-n128-limit10-local4"
@@ -23,6 +26,8 @@ KEYS = {
     "slots", "num_local_experts", "routing", "limit", "scale_format", "peers", "peers_host_us",
     "peers_row_error",
 }  # fmt: skip
+ROUNDING = 2e-3
+"""Of a row: a sum that falls to the other side of a bf16 or e4m3 value."""
 
 
 def scene(name: str, m: int, routing: str = "uniform", scale_format: str = "fp32"):
@@ -37,12 +42,12 @@ def scene(name: str, m: int, routing: str = "uniform", scale_format: str = "fp32
 @pytest.mark.parametrize("m", [1, 3, 8, 20])
 @pytest.mark.parametrize("scale_format", ["fp32", "ue8m0"])
 def test_a_right_call_has_no_error(name, m, scale_format):
-    """The op on CPU tensors is the reference: the sample with few experts must agree with it."""
+    """The op on CPU tensors is the reference, to which the truth in torch is held here."""
     _, _, sample, ours = scene(name, m, scale_format=scale_format)
     assert len(sample.picks) == len(sample.want) == 8
     assert len(set(sample.picks)) == 8
     assert np.abs(sample.want).max() > 0
-    assert experts.checked_error(ours, sample) == 0.0
+    assert experts.checked_error(ours, sample) < ROUNDING
 
 
 def test_the_last_token_is_in_the_sample():
@@ -130,6 +135,23 @@ def test_a_workspace_is_as_large_as_the_plan_of_the_calls_wants(name, monkeypatc
     assert sizes[1] > sizes[0]
 
 
+def test_all_kernels_of_the_calls_are_compiled_before(monkeypatch):
+    compiled: list = []
+    monkeypatch.setattr(device, "info", lambda ordinal: H200)
+    monkeypatch.setattr(experts, "compile_kernels", compiled.extend)
+    experts.compile_layers([PLAIN, LOCAL], ["fp32", "ue8m0"])
+    for name, scale_format in product((PLAIN, LOCAL), ("fp32", "ue8m0")):
+        s = experts.shapes.shape(name)
+        local, limited = s.num_local_experts or s.E, s.limit is not None
+        for m in (1, 20, 200):
+            problem = planning.Problem(
+                m, s.K, s.N, s.E, local, s.topk, "int32", "fp32", local != s.E, scale_format,
+                int(limited), False, False, True, True,
+            )  # fmt: skip
+            plan = planning.plan(problem, H200)
+            assert {step.kernel for step in steps_in(plan)} <= set(compiled)
+
+
 @pytest.fixture
 def fake_gpu(monkeypatch):
     """Every array on the CPU, and clocks that always say the same."""
@@ -137,8 +159,10 @@ def fake_gpu(monkeypatch):
     monkeypatch.setattr(experts, "make_layer", lambda shape: make_layer(shape, "cpu"))
     monkeypatch.setattr(experts, "make_inputs", lambda *call: make_inputs(*call, "cpu"))
     monkeypatch.setattr(experts, "new_workspace", lambda *call: None)
-    monkeypatch.setattr(experts, "measure", lambda call: Timing(50.0, 49.0, 51.0, 30.0))
-    monkeypatch.setattr(experts, "host_us", lambda call: 40.0)
+    monkeypatch.setattr(experts, "measure", lambda *call: Timing(50.0, 49.0, 51.0, 30.0))
+    monkeypatch.setattr(experts, "host_us", lambda *call: 40.0)
+    monkeypatch.setattr(experts, "compile_kernels", list)
+    monkeypatch.setattr(device, "info", lambda ordinal: H200)
     monkeypatch.setattr(experts, "reader", list)
     monkeypatch.setattr(peers, "vllm_context", experts.nullcontext)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
@@ -156,7 +180,8 @@ def test_a_row_has_every_figure():
     (row,) = experts.run(arguments(shape=[LOCAL], m=[20]))
     assert set(row) == KEYS
     assert (row["us"], row["p20"], row["p80"], row["read_only_us"]) == (50.0, 49.0, 51.0, 50.0)
-    assert (row["host_us"], row["host_us_allocating"], row["max_row_error"]) == (30.0, 40.0, 0.0)
+    assert (row["host_us"], row["host_us_allocating"]) == (30.0, 40.0)
+    assert row["max_row_error"] < ROUNDING
     assert (row["E"], row["num_local_experts"], row["active"]) == (16, 4, 4)
     assert 10 < row["slots"] < 30  # a quarter of 80
     assert row["tflops"] == round(row["slots"] * 6 * 256 * 128 / 50 / 1e6, 2)
@@ -188,7 +213,7 @@ def test_a_wrong_row_is_told_and_the_next_one_measured(monkeypatch):
     assert wrong["m"] == 3
     assert "row error 1.00e+00" in wrong["error"]
     assert fine["m"] == 4
-    assert fine["max_row_error"] == 0.0
+    assert fine["max_row_error"] < ROUNDING
 
 
 @pytest.mark.usefixtures("fake_gpu")
@@ -215,7 +240,7 @@ def test_peers_are_timed_with_their_errors_and_the_others_left_out(monkeypatch, 
     assert [row["peers"] for row in rows] == [{"no-clamp": 50.0}] * 2
     assert [row["peers_host_us"] for row in rows] == [{"no-clamp": 30.0}] * 2
     assert rows[0]["peers_row_error"]["no-clamp"] > 0.1  # the limit of this layer is left out
-    assert rows[1]["peers_row_error"]["no-clamp"] == 0.0
+    assert rows[1]["peers_row_error"]["no-clamp"] < ROUNDING
     told = capsys.readouterr().out.splitlines()
     assert told == [
         "absent: absent (ImportError: no such kernels)",

@@ -7,7 +7,7 @@ import json
 import pytest
 
 from bench import __main__ as command
-from bench import activation, coldstart, environment, experts
+from bench import activation, coldstart, environment, experts, stress
 
 WHERE = {"device": "D", "driver": "1", "nvrtc": "13", "torch": "2", "kernels_digest": {"a": "b"}}
 
@@ -33,6 +33,12 @@ def test_what_is_measured_without_options():
     assert (found.scale_format, found.m[0], found.m[-1], found.keep) == (["fp32"], 1, 4096, False)
     assert parse("activation").shape is None
     assert parse("activation").peers == ["vllm-two-kernel", "vllm-fused", "vllm-quant"]
+
+
+def test_the_options_of_stress():
+    found = parse("stress")
+    assert (found.m, found.peers) == ([1, 2, 4, 8, 16, 32, 64, 128, 256], ["vllm-triton"])
+    assert parse("stress", "--m", "512", "--peers", "none").m == [512]
 
 
 def test_no_peers_or_some():
@@ -95,6 +101,15 @@ def test_rows_are_written_and_shown(measured, tmp_path, capsys):
     text = capsys.readouterr().out
     assert "s M=4 uniform: 40.00 us, reads 40.00, vllm-triton 80.00" in text
     assert "vllm-triton: 2.00x our time, the geometric mean of 2 rows" in text
+
+
+def test_a_stress_table_is_written_and_its_losses_told(monkeypatch, measured, tmp_path, capsys):
+    slow = {**row(4, 10.0), "routing": "one", "peers": {"vllm-triton": 9.0}}
+    monkeypatch.setattr(stress, "run", lambda arguments: iter([row(1, 10.0), slow]))
+    out = tmp_path / "stress.json"
+    assert command.main(["stress", "--out", str(out)]) == 0
+    assert [r["m"] for r in json.loads(out.read_text())["rows"]] == [1, 4]
+    assert "vllm-triton: faster than ours in 1 rows: s M=4 one (0.90x)" in capsys.readouterr().out
 
 
 def test_a_second_run_keeps_the_rows_of_the_first(measured, tmp_path):

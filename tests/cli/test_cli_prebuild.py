@@ -123,6 +123,24 @@ def test_list_names_models_and_sources(capsys, prebuild):
     assert prebuild.calls == []
 
 
+@pytest.mark.parametrize("names", [["kimi-k2"], ["Kimi-K2", "glm-5.3"]])
+def test_list_of_some_models(capsys, prebuild, names):
+    line = ["prebuild", "--list", *(word for name in names for word in ("--model", name))]
+    assert main(line) == 0
+    listed = [text.split()[0] for text in capsys.readouterr().out.splitlines()]
+    assert listed == [name.lower() for name in names]
+    assert main([*line, "--json"]) == 0
+    assert [m["name"] for m in json.loads(capsys.readouterr().out)["models"]] == listed
+    assert prebuild.calls == []
+
+
+def test_list_of_an_unknown_model_is_status_2(capsys):
+    assert main(["prebuild", "--list", "--model", "gpt"]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith("cumoe: error: model: want one of glm-5.3")
+
+
 def test_list_as_json(capsys, prebuild):
     assert main(["prebuild", "--list", "--json"]) == 0
     listed = json.loads(capsys.readouterr().out)["models"]

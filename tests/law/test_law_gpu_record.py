@@ -26,10 +26,7 @@ def named_current(pending: str) -> set[str]:
     return set(re.findall(r"`(\w+)\.json`", "".join(paragraphs[1:2])))
 
 
-RECORDS = [
-    "tests", "sanitizer", "coldstart", "activation", "activation_quick", "activation_sweep",
-    "bitwise", "experts", "experts_decode",
-]  # fmt: skip
+RECORDS = sorted(path.stem for path in RESULTS.glob("*.json"))
 
 
 @pytest.mark.parametrize("name", RECORDS)
@@ -42,7 +39,10 @@ def test_record_is_of_these_kernels(name):
 
 
 def test_every_record_is_checked():
-    assert sorted(p.stem for p in RESULTS.glob("*.json")) == sorted(RECORDS)
+    assert {
+        "tests", "sanitizer", "coldstart", "activation", "activation_quick", "activation_sweep",
+        "bitwise", "experts", "experts_decode",
+    } <= set(RECORDS)  # fmt: skip
 
 
 def test_record_is_of_a_run_that_passed():

@@ -9,13 +9,12 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from cumoe.plan.device import H200, DeviceInfo
-from cumoe.plan.enumerate import layer_specs
+from cumoe.plan.device import ARCHITECTURES, H200
+from cumoe.plan.enumerate import device_of, layer_specs
 from cumoe.plan.spec import KernelSpec
 from cumoe.store import store
 
 GLM_TP8 = {"K": 6144, "N": 256, "num_experts": 256, "topk": 8}
-SMEM = {"sm_89": 101_376, "sm_90a": 232_448, "sm_100a": 232_448, "sm_120a": 101_376}
 
 
 def build(specs: Iterable[KernelSpec]) -> list[store.Cubin]:
@@ -24,10 +23,9 @@ def build(specs: Iterable[KernelSpec]) -> list[store.Cubin]:
         return list(pool.map(store.build, specs))
 
 
-@pytest.mark.parametrize("arch", SMEM)
+@pytest.mark.parametrize("arch", ARCHITECTURES.values())
 def test_a_layer_compiles_for(arch):
-    device = DeviceInfo(arch, 132, SMEM[arch])
-    cubins = build(layer_specs(device, K=512, N=256, num_experts=8, topk=2, clamp=True))
+    cubins = build(layer_specs(device_of(arch), K=512, N=256, num_experts=8, topk=2, clamp=True))
     assert len(cubins) > 10
 
 
