@@ -145,7 +145,9 @@ def workload() -> None:
     make = Arrays()
     run_quantizers(make)
     run_strategies(make)
-    for rows, experts, block in ((0, 3, 16), (1, 1, 1), (33, 257, 16), (500, 4096, 64)):
+    at_once = ((0, 3, 16), (1, 1, 1), (33, 257, 16), (1500, 4096, 64))
+    in_three = ((33, 257, 1025), (5500, 257, 16))
+    for rows, experts, block in (*at_once, *in_three):
         cumoe.moe_align_block_size(make.ids(rows, 6, experts, np.int64), block, experts)
     for case in EXPERTS:
         run_experts(make, case)

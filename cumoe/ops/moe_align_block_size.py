@@ -102,16 +102,18 @@ def _checked(ids: Facts, expert_map: Facts | None, starts: Starts, plain: _Scala
     problem = planning.Problem(
         M * topk, block_size, experts, experts, id_type, expert_map is not None
     )
-    plan = planning.plan(problem, device.info(where.ordinal).arch)
+    plan = planning.plan(problem, device.info(where.ordinal))
     made = {
         "sorted_token_ids": Output((plan.capacity,), "int32"),
         "expert_ids": Output((plan.max_blocks,), "int32"),
         "num_tokens_post_padded": Output((1,), "int32"),
-        "counts": Output(((plan.chunks + 1) * experts,), "int32"),
     }
+    counts, bases = planning.counts_bytes(plan, experts)
+    if counts:
+        made["counts"] = Output(((counts + bases) // 4,), "int32")
     launches = align_launches(
         plan, problem, At("topk_ids"), at("expert_map", expert_map),
-        At("counts"), At("counts", plan.chunks * experts * 4), *map(At, RESULTS),
+        At("counts"), At("counts", counts), *map(At, RESULTS),
     )  # fmt: skip
     return Call(plain._asdict(), launches, made)
 
@@ -127,20 +129,25 @@ def align_launches(
     expert_ids: At,
     num_tokens_post_padded: At,
 ) -> tuple[Launch, ...]:
-    """The three launches of the sort."""
+    """The launches of the sort; one alone takes neither counts nor bases."""
     p = problem
+    if len(plan.steps) == 1:
+        sizes = p.num_slots, plan.chunk_slots, p.num_experts, p.block_size
+        given = topk_ids, expert_map, sorted_token_ids, expert_ids, num_tokens_post_padded
+        return (Launch(plan.steps[0], (*given, *sizes, plan.capacity, plan.max_blocks)),)
+    count, scan, scatter = plan.steps
     return (
         Launch(
-            plan.count_slots,
+            count,
             (topk_ids, expert_map, counts, sorted_token_ids, expert_ids,
              p.num_slots, plan.chunk_slots, p.num_experts, plan.capacity, plan.max_blocks),
         ),
         Launch(
-            plan.scan_counts,
+            scan,
             (counts, bases, num_tokens_post_padded, plan.chunks, p.block_size),
         ),
         Launch(
-            plan.scatter_slots,
+            scatter,
             (topk_ids, expert_map, counts, bases, sorted_token_ids, expert_ids,
              p.num_slots, plan.chunk_slots, p.num_experts, p.block_size),
         ),

@@ -184,10 +184,9 @@ def _op_steps(device: DeviceInfo, layer: Layer) -> Iterator[Step]:
         )  # fmt: skip
         yield activate.plan(case, device).step
     experts = layer.num_experts
-    for ids, has_map in product(_IDS, _BOOL):
-        yield from steps_in(
-            align.plan(align.Problem(1, 16, experts, experts, ids, has_map), device.arch)
-        )
+    for ids, has_map, slots in product(_IDS, _BOOL, align.representative_slot_counts()):
+        sort = align.Problem(slots, 16, experts, experts, ids, has_map)
+        yield from align.plan(sort, device).steps
 
 
 def _choices(options: dict[str, Iterable[Any]]) -> Iterator[dict[str, Any]]:

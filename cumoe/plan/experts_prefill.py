@@ -1,10 +1,10 @@
-"""Plan of fused_experts_fp8 for many tokens on a GPU with wgmma: seven launches.
+"""Plan of fused_experts_fp8 for many tokens on a GPU with wgmma: five launches, or seven.
 
-Sort slots (3); quantize x; gate, up, activation and its quantization; down; combine. Each launch
-but the first and gate/up may be scheduled while its predecessor runs, and waits before it reads.
-Gate/up is slower beside the quantizer (docs/decisions/0004). The quantizer
-of x, which reads nothing that the sort writes, does its work beside that, and waits for it at its
-end. So the first launch must not overlap its own predecessor.
+Sort slots (1, or 3 for the most slots); quantize x; gate, up, activation and its quantization;
+down; combine. Each launch but the first and gate/up may be scheduled while its predecessor runs,
+and waits before it reads. Gate/up is slower beside the quantizer (docs/decisions/0004). The
+quantizer of x, which reads nothing that the sort writes, does its work beside that, and waits for
+it at its end. So the first launch must not overlap its own predecessor.
 """
 
 from __future__ import annotations
@@ -57,8 +57,7 @@ class Plan(NamedTuple):
     @property
     def steps(self) -> tuple[Step, ...]:
         """Every launch, in order."""
-        align = (self.align.count_slots, self.align.scan_counts, self.align.scatter_slots)
-        return (*align, self.quantize_x, self.gate_up, self.down, self.combine)
+        return (*self.align.steps, self.quantize_x, self.gate_up, self.down, self.combine)
 
 
 @lru_cache(4096)
@@ -70,7 +69,7 @@ def plan(problem: Problem, device: DeviceInfo) -> Plan | None:
     align_problem = moe_align_block_size.Problem(
         p.M * p.topk, BLOCK_M, p.num_experts, p.num_local_experts, p.ids, p.has_map
     )
-    align = moe_align_block_size.plan(align_problem, arch)
+    align = moe_align_block_size.plan(align_problem, device)
     blocks = align.max_blocks
     first = gate_up.Problem(p.K, p.N, p.topk, p.scale_format, p.clamp, p.scaled, blocks)
     return Plan(
@@ -87,13 +86,13 @@ def plan(problem: Problem, device: DeviceInfo) -> Plan | None:
 def workspace(p: Problem, align: moe_align_block_size.Plan) -> Workspace:
     """Offsets of the regions. In bytes, with S = M * topk and G = 128:
 
-    M K (1 + 4/G) + capacity N (1 + 4/G) + 2 S K + 4 (chunks + 1) E + 4 (capacity + blocks + 1)
+    M K (1 + 4/G) + capacity N (1 + 4/G) + 2 S K + 4 (capacity + blocks + 1),
+    and 4 (chunks + 1) E where the sort takes three launches
     """
     sizes = (
         p.M * p.K,
         p.M * (p.K // GROUP_SIZE) * 4,
-        align.chunks * p.num_local_experts * 4,
-        p.num_local_experts * 4,
+        *moe_align_block_size.counts_bytes(align, p.num_local_experts),
         align.capacity * 4,
         align.max_blocks * 4,
         4,

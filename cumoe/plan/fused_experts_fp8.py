@@ -1,7 +1,7 @@
 """Plan of fused_experts_fp8: `experts_tiny`, `experts_decode` or `experts_prefill`, by tokens.
 
-Where none of them can run eight launches: quantize x; sort slots (3); GEMM1; activate and quantize;
-GEMM2; combine.
+Where none of them can run six launches: quantize x; sort slots (1, or 3 for the most slots); GEMM1;
+activate and quantize; GEMM2; combine.
 """
 
 from __future__ import annotations
@@ -86,9 +86,8 @@ class Plan(NamedTuple):
     @property
     def steps(self) -> tuple[Step, ...]:
         """Every launch, in order."""
-        align = (self.align.count_slots, self.align.scan_counts, self.align.scatter_slots)
         experts = (self.gemm1, self.activate.step, self.gemm2, self.combine)
-        return (self.quantize, *align, *experts)
+        return (self.quantize, *self.align.steps, *experts)
 
 
 AnyPlan = experts_tiny.Plan | experts_decode.Plan | experts_prefill.Plan | Plan
@@ -112,7 +111,7 @@ def _plan_of_any(problem: Problem, device: DeviceInfo) -> Plan:
     align_problem = moe_align_block_size.Problem(
         num_slots, block_m, p.num_experts, p.num_local_experts, p.ids, p.has_map
     )
-    align = moe_align_block_size.plan(align_problem, arch)
+    align = moe_align_block_size.plan(align_problem, device)
     gemm1 = moe_gemm_fp8.Problem(align.max_blocks, 2 * p.N, p.K, p.topk, block_m)
     gemm2 = moe_gemm_fp8.Problem(align.max_blocks, p.K, p.N, 1, block_m)
     return Plan(
@@ -154,6 +153,7 @@ def representative_token_counts(problem: Problem) -> tuple[int, ...]:
         *moe_gemm_fp8.representative_slot_counts(problem.num_experts),
         *silu_and_mul_quant_fp8.representative_rows(problem.N),
         *per_token_group_quant_fp8.representative_rows(problem.N),
+        *moe_align_block_size.representative_slot_counts(),
     }
     tokens = {1, *(-(-count // problem.topk) for count in slots)}
     for end in few_tokens(problem.num_experts, problem.topk, problem.K, problem.N):
@@ -165,14 +165,14 @@ def representative_token_counts(problem: Problem) -> tuple[int, ...]:
 def workspace(p: Problem, align: moe_align_block_size.Plan) -> Workspace:
     """Offsets of the regions. In bytes, with S = M * topk and G = 128:
 
-    M K (1 + 4/G) + S N (1 + 4/G) + 2 S max(2N, K) + 4 (chunks + 1) E + 4 (capacity + blocks + 1)
+    M K (1 + 4/G) + S N (1 + 4/G) + 2 S max(2N, K) + 4 (capacity + blocks + 1),
+    and 4 (chunks + 1) E where the sort takes three launches
     """
     S = p.M * p.topk
     sizes = (
         p.M * p.K,
         p.M * (p.K // GROUP_SIZE) * 4,
-        align.chunks * p.num_local_experts * 4,
-        p.num_local_experts * 4,
+        *moe_align_block_size.counts_bytes(align, p.num_local_experts),
         align.capacity * 4,
         align.max_blocks * 4,
         4,

@@ -1,4 +1,4 @@
-"""Plan of moe_align_block_size: a counting sort in three launches."""
+"""Plan of moe_align_block_size: a counting sort in one launch, or in three for many slots."""
 
 from __future__ import annotations
 
@@ -6,10 +6,11 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from cumoe.plan.codes import ID_TYPE
-from cumoe.plan.device import has_dependent_launch
+from cumoe.plan.device import DeviceInfo, has_dependent_launch
 from cumoe.plan.scales import ceil_to
-from cumoe.plan.spec import LaunchSpec, Step, kernel_spec
+from cumoe.plan.spec import KernelSpec, LaunchSpec, Step, kernel_spec
 
+AT_ONCE_ABI = "PPPPPqqqqqq"
 COUNT_ABI = "PPPPPqqqqq"
 SCAN_ABI = "PPPqq"
 SCATTER_ABI = "PPPPPPqqqq"
@@ -17,6 +18,12 @@ SCATTER_ABI = "PPPPPPqqqq"
 MAX_EXPERTS = 4096
 MAX_TOPK = 64
 WARP = 32
+THREADS = 1024
+"""Of a CTA of the one launch, and of the scan."""
+MAX_SLOTS_AT_ONCE = 32_768
+"""Every CTA of the one launch reads all ids."""
+MAX_BLOCK_AT_ONCE = 1024
+"""There one warp fills up the last block of an expert."""
 MIN_CHUNK_SLOTS = 256
 MAX_CHUNKS = 512
 """The scan walks the chunks one after another: enough of them to fill a GPU, no more."""
@@ -36,12 +43,12 @@ class Problem(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """Three launches and the sizes of what they fill."""
+    """The launches and the sizes of what they fill."""
 
-    count_slots: Step
-    scan_counts: Step
-    scatter_slots: Step
+    steps: tuple[Step, ...]
+    """Count, scan, scatter; or all at once."""
     chunks: int
+    """Rows of the counts in memory; 0 where one launch keeps its own."""
     chunk_slots: int
     capacity: int
     """Length of sorted_token_ids, in slots."""
@@ -58,32 +65,57 @@ def padded_bound(num_slots: int, num_experts: int, block_size: int) -> int:
     return ceil_to(bound, block_size)
 
 
-@lru_cache(4096)
-def plan(problem: Problem, arch: str) -> Plan:
-    """The three launches. A call with no slots still fills num_tokens_post_padded."""
-    p = problem
-    chunk_slots = max(MIN_CHUNK_SLOTS, ceil_to(-(-p.num_slots // MAX_CHUNKS), WARP))
-    chunks = max(1, -(-p.num_slots // chunk_slots))
-    capacity = padded_bound(p.num_slots, p.num_experts, p.block_size)
+def representative_slot_counts() -> tuple[int, ...]:
+    """Numbers of slots that together need every kernel."""
+    return 1, MAX_SLOTS_AT_ONCE + 1
 
+
+@lru_cache(4096)
+def plan(problem: Problem, device: DeviceInfo) -> Plan:
+    """All launches. A call with no slots still fills num_tokens_post_padded."""
+    p = problem
     kernel = kernel_spec(
         "moe_align_block_size",
-        arch,
+        device.arch,
         NUM_LOCAL_EXPERTS=p.num_local_experts,
         IDS=ID_TYPE[p.ids],
         MAP=p.has_map,
     )
+    capacity = padded_bound(p.num_slots, p.num_experts, p.block_size)
+    few = p.num_slots <= MAX_SLOTS_AT_ONCE and p.block_size <= MAX_BLOCK_AT_ONCE
+    launches = _at_once(p, kernel, device) if few else _by_chunks(p, kernel)
+    return Plan(*launches, capacity, max_blocks=capacity // p.block_size)
 
-    def step(name: str, grid: int, block: int, abi: str, overlap: bool = True) -> Step:
-        launch = LaunchSpec(grid, block, overlap=overlap and has_dependent_launch(arch))
-        return Step(kernel, f"moe_align_block_size_{name}", launch, abi)
 
-    return Plan(
-        count_slots=step("count", chunks, WARP, COUNT_ABI, overlap=False),
-        scan_counts=step("scan", 1, 1024, SCAN_ABI),
-        scatter_slots=step("scatter", chunks, WARP, SCATTER_ABI),
-        chunks=chunks,
-        chunk_slots=chunk_slots,
-        capacity=capacity,
-        max_blocks=capacity // p.block_size,
+def _at_once(
+    p: Problem, kernel: KernelSpec, device: DeviceInfo
+) -> tuple[tuple[Step, ...], int, int]:
+    """The one launch, no chunks in memory, and the slots that a CTA places."""
+    chunk_slots = min(THREADS, max(WARP, ceil_to(-(-p.num_slots // device.num_sms), WARP)))
+    grid = max(1, -(-p.num_slots // chunk_slots))
+    return (_step(kernel, "at_once", grid, THREADS, AT_ONCE_ABI, overlap=False),), 0, chunk_slots
+
+
+def _by_chunks(p: Problem, kernel: KernelSpec) -> tuple[tuple[Step, ...], int, int]:
+    """Three launches, their chunks, and the slots of each."""
+    chunk_slots = max(MIN_CHUNK_SLOTS, ceil_to(-(-p.num_slots // MAX_CHUNKS), WARP))
+    chunks = max(1, -(-p.num_slots // chunk_slots))
+    steps = (
+        _step(kernel, "count", chunks, WARP, COUNT_ABI, overlap=False),
+        _step(kernel, "scan", 1, THREADS, SCAN_ABI),
+        _step(kernel, "scatter", chunks, WARP, SCATTER_ABI),
     )
+    return steps, chunks, chunk_slots
+
+
+def _step(
+    kernel: KernelSpec, name: str, grid: int, block: int, abi: str, overlap: bool = True
+) -> Step:
+    launch = LaunchSpec(grid, block, overlap=overlap and has_dependent_launch(kernel.arch))
+    return Step(kernel, f"moe_align_block_size_{name}", launch, abi)
+
+
+def counts_bytes(plan: Plan, num_local_experts: int) -> tuple[int, int]:
+    """Sizes of what the launches hand on: the counts and the bases of the experts."""
+    experts = num_local_experts if plan.chunks else 0
+    return plan.chunks * experts * 4, experts * 4

@@ -31,18 +31,20 @@ def _code(parameter: str) -> str:
 
 
 def steps():
-    """One plan's steps of each kernel entry: one token, few, many, and weights with odd strides."""
+    """One plan's steps of each kernel entry: one token, few, many, the most, and odd strides."""
     from cumoe.plan import fused_experts_fp8 as fused
 
     problem = fused.Problem(
         9, 512, 256, 8, 8, 2, "int32", "fp32", False, "fp32", True, False, False, True, True
     )
     many = problem._replace(M=4096)
+    most = many._replace(M=20_000)
     calls = (
         problem._replace(M=1),
         problem._replace(M=20),
         many,
-        many._replace(weights_mappable=False),
+        most,
+        most._replace(weights_mappable=False),
     )
     return list({s.entry: s for call in calls for s in fused.plan(call, H200).steps}.values())
 

@@ -12,6 +12,7 @@ import cumoe
 from cumoe.errors import ArgumentError, CumoeError, DTypeError, UnsupportedDeviceError
 from cumoe.launch import module
 from cumoe.ops import _op
+from cumoe.plan.moe_align_block_size import MAX_SLOTS_AT_ONCE
 from tests.helpers.forks import fork, join
 from tests.helpers.noting_driver import BF16, E4M3, experts, quantized, tensor
 
@@ -70,7 +71,7 @@ def test_each_op_runs_at_once(gpu, monkeypatch):
 
 
 def test_a_region_of_an_array_moves_with_it(gpu, monkeypatch):
-    ids = tensor(4, 2, dtype=torch.int32)
+    ids = tensor(MAX_SLOTS_AT_ONCE, 2, dtype=torch.int32)
     kept = []  # so that no two calls get the same memory
 
     def empty(make, *sizes, **options):
@@ -82,8 +83,8 @@ def test_a_region_of_an_array_moves_with_it(gpu, monkeypatch):
     cumoe.moe_align_block_size(ids, 16, 8)
     cumoe.moe_align_block_size(ids.clone(), 16, 8)
     for count, scan, _ in (gpu.launches[:3], gpu.launches[3:]):
-        counts = count[2][2]
-        assert scan[2][:2] == [counts, counts + 8 * 4]
+        counts, chunks = count[2][2], scan[2][3]
+        assert scan[2][:2] == [counts, counts + chunks * 8 * 4]
     assert gpu.launches[0][2][2] != gpu.launches[3][2][2]
 
 

@@ -13,6 +13,7 @@ from cumoe.errors import ArgumentError
 from cumoe.launch import driver, memory
 from cumoe.ops import _op
 from cumoe.ops import per_token_group_quant_fp8 as quant
+from cumoe.plan.moe_align_block_size import MAX_SLOTS_AT_ONCE
 from tests.helpers.lenders import FakeGpu, Wrapped
 from tests.helpers.noting_driver import experts, made, quantized, tensor
 
@@ -56,9 +57,11 @@ def lent_calls() -> dict[str, tuple[Any, int]]:
     layer = {name: Lent(a) for name, a in experts(tensor(4, 256)).items()}
     ids, out = layer["topk_ids"], Lent(tensor(4, 256))
     workspace = Lent(tensor(1 << 20, dtype=torch.uint8))
+    many = Lent(tensor(MAX_SLOTS_AT_ONCE, 2, dtype=torch.int32))
     return {
         "experts": (lambda: cumoe.fused_experts_fp8(**layer, out=out), 1),
-        "sort": (lambda: cumoe.moe_align_block_size(ids, 16, 8), 1),
+        "sort": (lambda: cumoe.moe_align_block_size(ids, 16, 8), 0),
+        "sort of many": (lambda: cumoe.moe_align_block_size(many, 16, 8), 1),
         "two halves": (lambda: cumoe.silu_and_mul_quant_fp8(Lent(tensor(4, 512))), 1),
         "quantizer": (lambda: cumoe.per_token_group_quant_fp8(layer["x"]), 0),
         "workspace": (lambda: cumoe.fused_experts_fp8(**layer, workspace=workspace), 0),
@@ -70,7 +73,9 @@ def addresses_of(launches: list[tuple[str, int, list[int]]]) -> set[int]:
 
 
 @pytest.mark.usefixtures("unfused")
-@pytest.mark.parametrize("name", ["experts", "sort", "two halves", "quantizer", "workspace"])
+@pytest.mark.parametrize(
+    "name", ["experts", "sort", "sort of many", "two halves", "quantizer", "workspace"]
+)
 def test_what_a_captured_call_makes_for_itself_is_kept(lending_gpu, name):
     """Each replay writes there, and CuPy's pool would give it to the next who asks."""
     (call, count), gpu = lent_calls()[name], lending_gpu

@@ -129,7 +129,7 @@ def test_a_graph_replays_other_tokens(layer, num_tokens):
 
 
 @pytest.mark.parametrize("num_experts", [256, 4096])
-@pytest.mark.parametrize("num_tokens", [4097, 65_536])
+@pytest.mark.parametrize("num_tokens", [512, 4096, 4097, 65_536])
 @pytest.mark.parametrize("block_size", [16, 64])
 def test_sorts_of_many_slots_equal_a_stable_sort(rng, num_tokens, num_experts, block_size):
     ids = rng.integers(0, num_experts, (num_tokens, 8)).astype(np.int32)

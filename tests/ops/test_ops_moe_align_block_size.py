@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 import cumoe
+from cumoe.plan.moe_align_block_size import MAX_BLOCK_AT_ONCE, MAX_SLOTS_AT_ONCE
 from tests.helpers import cases, oracles
 from tests.helpers.backends import NumpyBackend
 from tests.helpers.compare import assert_bitwise_equal
@@ -209,9 +210,32 @@ def test_every_topk(backend, rng, topk):
     check(backend, cases.uniform(rng, 33, 72, topk), 16, 72)
 
 
-@pytest.mark.parametrize("num_tokens", [1, 255, 256, 257, 511, 513, 4097])
+@pytest.mark.parametrize("num_tokens", [1, 255, 256, 257, 511, 513, 4097, 32_767, 33_025])
 def test_sizes_around_the_kernels_chunks(backend, rng, num_tokens):
     check_against_sort(backend, cases.uniform(rng, num_tokens, 160, 1), 16, 160)
+
+
+@pytest.mark.parametrize("num_experts", [1, 256, 4096])
+@pytest.mark.parametrize("hot", [0.0, 0.9, 1.0])
+@pytest.mark.parametrize("dtype", [np.int32, np.int64])
+@pytest.mark.parametrize("has_map", [False, True])
+def test_one_launch_and_three_give_what_a_loop_gives(
+    backend, rng, num_experts, hot, dtype, has_map
+):
+    """The most slots of one launch, and more; duplicates, wrong ids and one hot expert."""
+    table = None
+    if has_map:
+        table = np.where(rng.random(num_experts) < 0.2, -1, rng.permutation(num_experts))
+        table = table.astype(np.int32)
+    for num_slots in (MAX_SLOTS_AT_ONCE, MAX_SLOTS_AT_ONCE + 8):
+        ids = rng.integers(-2, num_experts + 2, (num_slots // 8, 8)).astype(dtype)
+        ids[rng.random(ids.shape) < hot] = num_experts // 2
+        check(backend, ids, 64, num_experts, table)
+
+
+@pytest.mark.parametrize("block_size", [MAX_BLOCK_AT_ONCE, MAX_BLOCK_AT_ONCE + 1])
+def test_tall_blocks(backend, rng, block_size):
+    check(backend, cases.uniform(rng, 97, 60, 6), block_size, 60)
 
 
 def test_one_hot_expert_with_many_slots(backend):

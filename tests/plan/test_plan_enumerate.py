@@ -19,6 +19,7 @@ from cumoe.errors import ArgumentError
 from cumoe.launch import device as launch_device
 from cumoe.launch import driver, memory, module
 from cumoe.plan import fused_experts_fp8 as fused
+from cumoe.plan import moe_align_block_size as align
 from cumoe.plan.device import ARCHITECTURES, H200
 from cumoe.plan.enumerate import (
     Layer,
@@ -183,6 +184,7 @@ def test_no_call_of_a_single_op_leaves_the_enumerated_kernels(gpu, data):
     d = data.draw
     layer = Layer(K=256, N=384, num_experts=12, num_local_experts=6, topk=2)
     rows, offset = d(st.integers(1, 3000)), d(st.integers(0, 1))
+    tokens = d(st.integers(1, 40_000))
     scale_format = d(st.sampled_from(["fp32", "ue8m0"]))
     layouts = ["row", "column", "tma"] + ["packed"] * (scale_format == "ue8m0")
     named = {"scale_format": scale_format, "scale_layout": d(st.sampled_from(layouts))}
@@ -199,10 +201,11 @@ def test_no_call_of_a_single_op_leaves_the_enumerated_kernels(gpu, data):
         limit=d(st.sampled_from([None, 7.0, 0.1])), alpha=d(st.sampled_from([1.0, 1.7])),
         topk_ids=ids, expert_map=None if ids is None else map_, **named,
     )  # fmt: skip
-    block = d(st.sampled_from([1, 16, 64]))
-    pairs = aligned_empty((rows, 2), ids_type)
+    block = d(st.sampled_from([1, 16, 64, 5000]))
+    pairs = aligned_empty((tokens, 2), ids_type)
     sorted_ = gpu.launched_by(cumoe.moe_align_block_size, pairs, block, 12, map_)
-    assert (len(quantized), len(activated), len(sorted_)) == (1, 1, 3)
+    few = pairs.size <= align.MAX_SLOTS_AT_ONCE and block <= align.MAX_BLOCK_AT_ONCE
+    assert (len(quantized), len(activated), len(sorted_)) == (1, 1, 1 if few else 3)
     assert quantized | activated | sorted_ <= reachable(layer)
 
 
@@ -218,7 +221,12 @@ def test_the_set_is_what_all_token_counts_reach(experts, topk, k, n, clamp):
     counts |= {c + near for c in fused.representative_token_counts(problem) for near in (-1, 0, 1)}
     calls = [problem._replace(M=m, whole_M=w) for m in counts if m > 0 for w in (None, 1 << 20)]
     plans = (fused.plan(call, H200) for call in calls)
-    assert {s.kernel for p in plans for s in steps_in(p)} == set(layer_specs(H200, **layer))
+    steps = {s for p in plans for s in steps_in(p)}
+    assert {s.kernel for s in steps} == set(layer_specs(H200, **layer))
+    named = Layer(128 * k, 128 * n, experts, experts, topk, limit=7.0 if clamp else None)
+    assert keys(s for s in steps if s.kernel.stem == "moe_align_block_size") <= keys(
+        serving_steps(H200, named)
+    )
 
 
 def test_a_missing_regime_would_be_seen(monkeypatch):

@@ -69,7 +69,8 @@ def test_regions_of_the_workspace_are_disjoint_aligned_and_large_enough(problem)
     slots = p.M * p.topk
     sizes = {
         "a": p.M * p.K, "a_scale": p.M * p.K // 32,
-        "counts": plan.align.chunks * p.num_local_experts * 4, "bases": p.num_local_experts * 4,
+        "counts": plan.align.chunks * p.num_local_experts * 4,
+        "bases": p.num_local_experts * 4 * bool(plan.align.chunks),
         "sorted_token_ids": plan.align.capacity * 4, "expert_ids": plan.align.max_blocks * 4,
         "num_tokens_post_padded": 4, "slots": 2 * slots * max(2 * p.N, p.K), "q": slots * p.N,
         "q_scale": slots * p.N // 32,
