@@ -21,6 +21,7 @@ constexpr int LANES = 8, TEAMS = THREADS / LANES, GROUPS = K / GROUP;
 constexpr int PITCH = scale_pitch(GROUPS);
 typedef Lane<LANES> L;
 constexpr u32 NOWHERE = 0xFFFFFFFFu;
+constexpr int IN_FLIGHT = 6;       // ids that a thread requests before it compares them
 
 struct Group {
     u32 v[L::RUNS][L::RUN / 2];
@@ -65,10 +66,15 @@ extern "C" __global__ void __launch_bounds__(THREADS) moe_permute_quant_fp8(
     }
     if (token == 0 && threadIdx.x == 0) *counter = 0;
     __syncthreads();
-    for (i64 s = threadIdx.x; s < num_slots; s += THREADS) {
-        const u32 key = key_of(s);
+    for (i64 s = threadIdx.x; s < num_slots; s += IN_FLIGHT * THREADS) {
+        u32 others[IN_FLIGHT];
 #pragma unroll
-        for (int j = 0; j < TOPK; j++) before[j] += key < keys[j];
+        for (int i = 0; i < IN_FLIGHT; i++) others[i] = s + i * THREADS < num_slots ? key_of(s + i * THREADS) : NOWHERE;
+#pragma unroll
+        for (int i = 0; i < IN_FLIGHT; i++) {
+#pragma unroll
+            for (int j = 0; j < TOPK; j++) before[j] += others[i] < keys[j];
+        }
     }
 #pragma unroll
     for (int j = 0; j < TOPK; j++) {

@@ -26,6 +26,8 @@ MOST_SLOTS = 0xFFFF
 """Exclusive: places and experts are 16-bit numbers."""
 MOST_TOPK = 32
 """Slots of a token that a thread keeps in registers."""
+MOST_SUMS_BYTES, MOST_N = 96 << 10, 512
+"""Beside the shortest rings of down, whose heads grow with N."""
 
 
 class Regime(NamedTuple):
@@ -33,8 +35,6 @@ class Regime(NamedTuple):
 
     max_slots: int
     n_tiles: int
-    wants_sums_inside: bool = False
-    """Whether it is only worth it where down keeps the sums of all tokens in shared memory."""
 
 
 class Workspace(NamedTuple):
@@ -66,10 +66,16 @@ class Plan(NamedTuple):
         return (self.permute, self.gate_up, self.quantize_y, self.down.step)
 
 
-def regimes(num_experts: int) -> tuple[Regime, ...]:
-    """From few slots to many: up to 16 an expert on average, where weights are most of the work."""
+def regimes(num_experts: int, topk: int, K: int, N: int) -> tuple[Regime, ...]:
+    """From few slots to many: up to 8 an expert on average, where weights are most of the work.
+
+    Up to 16 where shared memory holds the sums of all tokens, or nearly: then down is still faster
+    than tiles of 64 slots with a combine behind them (docs/decisions/0003).
+    """
     E = num_experts
-    return Regime(E, 1), Regime(4 * E, 2), Regime(8 * E, 4), Regime(16 * E, 4, True)
+    few = Regime(E, 1), Regime(4 * E, 2), Regime(8 * E, 4)
+    sums = 16 * E // topk * down.pass_rows(K) * down.SUM_BYTES
+    return (*few, Regime(16 * E, 4)) if sums <= MOST_SUMS_BYTES and N <= MOST_N else few
 
 
 @lru_cache(4096)
@@ -77,7 +83,8 @@ def plan(problem: Problem, device: DeviceInfo) -> Plan | None:
     """The whole call; None where it has too many tokens or the GPU lacks what the kernels need."""
     p = problem
     slots = (p.whole_M or p.M) * p.topk
-    regime = next((r for r in regimes(p.num_experts) if slots <= r.max_slots), None)
+    all_regimes = regimes(p.num_experts, p.topk, p.K, p.N)
+    regime = next((r for r in all_regimes if slots <= r.max_slots), None)
     able = has_wgmma(device.arch) and p.weights_mappable and p.num_local_experts < MOST_SLOTS
     if (
         p.M == 0
@@ -102,8 +109,6 @@ def plan(problem: Problem, device: DeviceInfo) -> Plan | None:
         device,
     )  # fmt: skip
     if first is None or second is None:
-        return None
-    if regime.wants_sums_inside and second.shared_tokens < most // p.topk:
         return None
     return Plan(
         _permute(p, device.arch), first, _quantize_y(p, device.arch), second, workspace(p, second)

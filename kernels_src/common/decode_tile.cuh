@@ -27,9 +27,5 @@ DEVICE void load_slots(u32 smem, const TensorMap& map, const Chunk& chunk, int b
 // acc = 64 rows at `a` times the slots at `b`, over one block of which b's stage has BLOCKS.
 template <int TILES, int BLOCKS>
 DEVICE void multiply_block(float (&acc)[4 * TILES], u32 a, u32 b) {
-    const u64 left = wgmma_operand(a, TILE), right = wgmma_operand(b, BLOCKS * TILE);
-    wgmma_m64k32_e4m3<false, TILES>(acc, left, right);
-    wgmma_m64k32_e4m3<true, TILES>(acc, left + 2, right + 2);
-    wgmma_m64k32_e4m3<true, TILES>(acc, left + 4, right + 4);
-    wgmma_m64k32_e4m3<true, TILES>(acc, left + 6, right + 6);
+    wgmma_m64k128_e4m3<TILES>(acc, wgmma_operand(a, TILE), wgmma_operand(b, BLOCKS * TILE));
 }

@@ -25,12 +25,8 @@ DEVICE constexpr int vector_of(int blocks) { return blocks % 4 == 0 ? 4 : blocks
 
 // acc = a . b over a stage's 128-block; b of this warpgroup, both in shared memory.
 DEVICE void multiply_block(float (&acc)[64], u32 a, u32 b) {
-    const u64 left = wgmma_operand(a), right = wgmma_operand(b);
     wgmma_fence();
-    wgmma_m64k32_e4m3<false, 16>(acc, left, right);
-    wgmma_m64k32_e4m3<true, 16>(acc, left + 2, right + 2);
-    wgmma_m64k32_e4m3<true, 16>(acc, left + 4, right + 4);
-    wgmma_m64k32_e4m3<true, 16>(acc, left + 6, right + 6);
+    wgmma_m64k128_e4m3<16>(acc, wgmma_operand(a), wgmma_operand(b));
     wgmma_commit();
     wgmma_wait(acc);
 }

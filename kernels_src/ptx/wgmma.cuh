@@ -66,6 +66,15 @@ DEVICE void wgmma_m64k32_e4m3(float (&d)[4 * TILES], u64 a, u64 b) {
     }
 }
 
+// d = a[64, 128] @ b[8 TILES, 128]^T: the whole rows of two tiles.
+template <int TILES>
+DEVICE void wgmma_m64k128_e4m3(float (&d)[4 * TILES], u64 a, u64 b) {
+    wgmma_m64k32_e4m3<false, TILES>(d, a, b);
+    wgmma_m64k32_e4m3<true, TILES>(d, a + 2, b + 2);
+    wgmma_m64k32_e4m3<true, TILES>(d, a + 4, b + 4);
+    wgmma_m64k32_e4m3<true, TILES>(d, a + 6, b + 6);
+}
+
 // Waits for all products; d is named so that nothing reads it before.
 template <int COUNT>
 DEVICE void wgmma_wait(float (&d)[COUNT]) {

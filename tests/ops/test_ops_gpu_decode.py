@@ -92,7 +92,7 @@ class Case(NamedTuple):
 
     @property
     def M(self) -> int:
-        ends = planning.few_tokens(self.E, self.topk)
+        ends = planning.few_tokens(self.E, self.topk, self.K, self.N)
         return ([1] + [m for end in ends for m in (end, end + 1)])[self.place]
 
     @property

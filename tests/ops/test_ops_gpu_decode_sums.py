@@ -39,12 +39,12 @@ class Shape(NamedTuple):
     @property
     def most(self) -> int:
         """Tokens of the last call of few."""
-        return max(planning.few_tokens(self.E, self.topk))
+        return max(planning.few_tokens(*self))
 
     @property
     def counts(self) -> tuple[int, ...]:
         """Of tokens, one in each regime and the last."""
-        fewest, *ends = planning.few_tokens(self.E, self.topk)
+        fewest, *ends = planning.few_tokens(*self)
         return tuple(sorted({max(fewest + 1, end - 3) for end in ends} | {self.most}))
 
     def problem(self, count: int) -> planning.Problem:

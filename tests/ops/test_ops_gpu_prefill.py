@@ -99,8 +99,7 @@ class Case(NamedTuple):
 
     @property
     def M(self) -> int:
-        E, topk, _, _ = self.shape
-        few = max(planning.few_tokens(E, topk))
+        few = max(planning.few_tokens(*self.shape))
         return self.slots * few + 1 + self.odd
 
     @property
