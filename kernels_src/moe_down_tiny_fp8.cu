@@ -1,4 +1,4 @@
-// moe_down_tiny_fp8: the second half of the experts for at most 32 slots, at the speed of the weights.
+// moe_down_tiny_fp8: the second half of the experts for at most 64 slots, at the speed of the weights.
 //
 //   q, qs      = group quantization of y, which is in the order of common/small_table.cuh
 //   d[slot, k] = bf16( sum over 128-blocks nb of N of qs[place, nb] * w_scale[e, k / 128, nb]
@@ -16,7 +16,7 @@
 #include "ptx/pdl.cuh"
 
 static_assert(K % BLOCK_K == 0 && N % (BLOCK_K * STAGE_BLOCKS) == 0, "whole scale blocks and stages");
-static_assert(MAX_TOKENS * TOPK <= TABLE_SLOTS, "a lane each");
+static_assert(MAX_TOKENS * TOPK <= 64, "one or two for each lane");
 
 constexpr int THREADS = 32 * WARPS;
 constexpr int MAX_SLOTS = MAX_TOKENS * TOPK;
@@ -28,12 +28,13 @@ constexpr int ROW_BYTES = STAGE_BLOCKS * BLOCK_K;   // of a stage
 constexpr int Q_STRIDE = N + ROW_PADDING;
 
 typedef WeightRing<STAGES, ITEM_ROWS * ROW_BYTES> Ring;
+typedef SmallTable<table_slots(MAX_SLOTS)> Table;
 
 struct Shared {
     u8 ring[WARPS * Ring::BYTES];
     u64 barriers[WARPS * STAGES];
-    SmallTable table;
-    float weights[TABLE_SLOTS];            // of the router
+    Table table;
+    float weights[table_slots(MAX_SLOTS)]; // of the router
     u16 d[MAX_SLOTS * CTA_ROWS];           // bf16
     alignas(16) u8 codes[MAX_SLOTS * Q_STRIDE];
     float scales[MAX_SLOTS * N_BLOCKS];
@@ -51,7 +52,7 @@ struct Place {
     Chunk chunk;
     int tile, row, block;      // of the CTA; row of w; 128-block of N
 
-    DEVICE Place(const SmallTable& table, int s) {
+    DEVICE Place(const Table& table, int s) {
         const int item = threadIdx.x / 32 + s / STEPS * WARPS;
         chunk = table.chunks[item / TILES], tile = item % TILES, block = s % STEPS * STAGE_BLOCKS;
         // Tiles of the last CTA may lie beyond K: they repeat the last one, and nobody reads the result.
@@ -82,9 +83,9 @@ struct Operands {
 
     DEVICE Operands(const Shared& shared, const Place& at) {
         const int column = lane_id() % 4 * 2;
-        const u8* row = shared.codes + SmallTable::place(at.chunk, lane_row()) * Q_STRIDE + lane_byte();
-        const float* low = shared.scales + SmallTable::place(at.chunk, column) * N_BLOCKS;
-        const float* high = shared.scales + SmallTable::place(at.chunk, column + 1) * N_BLOCKS;
+        const u8* row = shared.codes + Table::place(at.chunk, lane_row()) * Q_STRIDE + lane_byte();
+        const float* low = shared.scales + Table::place(at.chunk, column) * N_BLOCKS;
+        const float* high = shared.scales + Table::place(at.chunk, column + 1) * N_BLOCKS;
 #pragma unroll
         for (int i = 0; i < STAGE_BLOCKS; i++) {
             const int nb = at.block + i;
@@ -145,7 +146,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) moe_down_tiny_fp8(
     float factor) {
     extern __shared__ __align__(128) u8 smem[];
     Shared& shared = *reinterpret_cast<Shared*>(smem);
-    const SmallTable& table = shared.table;
+    const Table& table = shared.table;
     const Weights weights{w, w_expert_stride, w_scale, w_scale_expert_stride, w_scale_k_stride, w_scale_n_stride};
     const int warp = threadIdx.x / 32, slots = int(num_slots);
 
@@ -153,7 +154,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) moe_down_tiny_fp8(
     Ring ring(shared.ring, shared.barriers);
     if (warp == 0)
         make_small_table<IDS, MAP>(shared.table, slots, topk_ids, expert_map, num_experts, num_local_experts);
-    if (warp == 1 && lane_id() < slots) shared.weights[lane_id()] = load_float<WEIGHT>(topk_weights, lane_id());
+    const int slot = int(threadIdx.x) - 32;  // by the warps beside it
+    if (slot >= 0 && slot < slots) shared.weights[slot] = load_float<WEIGHT>(topk_weights, slot);
     __syncthreads();
     const int items = table.num_chunks * TILES;
     const int loads = (max(0, items - warp) + WARPS - 1) / WARPS * STEPS;
@@ -161,7 +163,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) moe_down_tiny_fp8(
     float next[STAGE_BLOCKS];
     if (loads) load_scales(weights, Place(table, 0), next);
     wait_for_predecessor();
-    quantize_rows<THREADS, N_BLOCKS, Q_STRIDE, UE8M0>(
+    quantize_rows<THREADS, MAX_SLOTS, N_BLOCKS, Q_STRIDE, UE8M0>(
         table.places(), [&](int i) { return y + i64(i) * N; }, shared.codes, shared.scales);
     __syncthreads();
 

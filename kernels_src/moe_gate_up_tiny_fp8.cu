@@ -1,4 +1,4 @@
-// moe_gate_up_tiny_fp8: the first half of the experts for at most 32 slots, at the speed of the weights.
+// moe_gate_up_tiny_fp8: the first half of the experts for at most 64 slots, at the speed of the weights.
 //
 //   a, as       = group quantization of x
 //   h[slot, n]  = bf16( sum over 128-blocks kb of K of as[token, kb] * w_scale[e, n / 128, kb]
@@ -20,7 +20,7 @@
 #include "ptx/pdl.cuh"
 
 static_assert(K % BLOCK_K == 0 && N % BLOCK_K == 0, "whole scale blocks");
-static_assert(MAX_TOKENS * TOPK <= TABLE_SLOTS, "a lane each");
+static_assert(MAX_TOKENS * TOPK <= 64, "one or two for each lane");
 static_assert(STAGE_BLOCKS % WARPS == 0 && STAGE_BLOCKS <= 32, "as many for each warp; a lane each");
 
 constexpr int CONSUMERS = 32 * WARPS, THREADS = CONSUMERS + 64;
@@ -32,6 +32,8 @@ constexpr int ITEMS_PER_CHUNK = N / ITEM_N;
 constexpr int ROW_STRIDE = STAGE_BLOCKS * BLOCK_K + ROW_PADDING;
 constexpr int X_STRIDE = K + ROW_PADDING;
 
+typedef SmallTable<table_slots(MAX_TOKENS * TOPK)> Table;
+
 struct alignas(16) Half {
     u8 rows[ITEM_N * ROW_STRIDE];
     float scales[STAGE_BLOCKS];
@@ -41,7 +43,7 @@ struct Shared {
     Half stages[STAGES][2];                // gate, up
     float4 parts[2][WARPS][32];            // sums of two items
     u64 full[STAGES], empty[STAGES];
-    SmallTable table;
+    Table table;
     alignas(16) u8 codes[MAX_TOKENS * X_STRIDE];
     float scales[MAX_TOKENS * K_BLOCKS];
 };
@@ -54,12 +56,12 @@ struct Weights {
 };
 
 // The first item of a CTA.
-DEVICE int first_item(const SmallTable& table, int cta) {
+DEVICE int first_item(const Table& table, int cta) {
     return table.num_chunks * ITEMS_PER_CHUNK * cta / int(gridDim.x);
 }
 
 // Gate's half (side 0) or up's of the stage of an item that begins at 128-block `block` of K, by a warp.
-DEVICE void load_half(const Weights& p, const SmallTable& table, int item, int block, int side, Half& to, u32 full) {
+DEVICE void load_half(const Weights& p, const Table& table, int item, int block, int side, Half& to, u32 full) {
     const int expert = table.chunks[item / ITEMS_PER_CHUNK].expert;
     const int row = item % ITEMS_PER_CHUNK * ITEM_N + side * N, lane = lane_id();
     const int blocks = min(STAGE_BLOCKS, K_BLOCKS - block), size = blocks * BLOCK_K;
@@ -112,7 +114,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) moe_gate_up_tiny_fp8(
     float beta) {
     extern __shared__ __align__(128) u8 smem[];
     Shared& shared = *reinterpret_cast<Shared*>(smem);
-    const SmallTable& table = shared.table;
+    const Table& table = shared.table;
     const Weights weights{w, w_expert_stride, w_row_stride, w_scale, w_scale_expert_stride, w_scale_n_stride,
                           w_scale_k_stride};
     const int warp = threadIdx.x / 32, side = warp - WARPS;
@@ -143,7 +145,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) moe_gate_up_tiny_fp8(
         loads = (last - first) * STEPS;
         for (int s = 0; s < min(STAGES, loads); s++) load_stage(first, s);
     } else {
-        quantize_rows<CONSUMERS, K_BLOCKS, X_STRIDE, UE8M0>(
+        quantize_rows<CONSUMERS, MAX_TOKENS, K_BLOCKS, X_STRIDE, UE8M0>(
             int(num_slots) / TOPK, [&](int m) { return x + m * x_row_stride; }, shared.codes, shared.scales);
     }
     __syncthreads();

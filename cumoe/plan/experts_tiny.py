@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from cumoe.plan import moe_down_tiny_fp8 as down
 from cumoe.plan import moe_gate_up_tiny_fp8 as gate_up
 from cumoe.plan.device import DeviceInfo, has_dependent_launch
-from cumoe.plan.small_table import MAX_SLOTS
+from cumoe.plan.small_table import SIZES
 from cumoe.plan.spec import Step
 from cumoe.plan.workspace import offsets
 
@@ -47,25 +47,29 @@ class Plan(NamedTuple):
         return (self.gate_up, self.down)
 
 
-def max_tokens(topk: int) -> int:
-    """Of a call of the fewest tokens."""
-    return min(MAX_SLOTS // topk, MAX_TOKENS)
+def sizes(topk: int, N: int) -> tuple[int, ...]:
+    """Tokens that kernels have room for, ascending: those of 32 slots, and of 64."""
+    tokens = sorted({min(slots // topk, MAX_TOKENS) for slots in SIZES} - {0})
+    return tuple(n for n in tokens if n * topk * N <= MAX_CODES_BYTES)
+
+
+def max_tokens(topk: int, N: int) -> int:
+    """Of a call of the fewest tokens, if the GPU and the arrays allow it."""
+    return max(sizes(topk, N), default=0)
 
 
 def takes(num_tokens: int, topk: int, N: int) -> bool:
     """Whether a call of this size is one of the fewest tokens, if the GPU and the arrays allow."""
-    tokens = max_tokens(topk)
-    return num_tokens <= tokens and tokens * topk * N <= MAX_CODES_BYTES
+    return num_tokens <= max_tokens(topk, N)
 
 
 @lru_cache(4096)
 def plan(problem: Problem, device: DeviceInfo) -> Plan | None:
     """The whole call; None where it has too many slots or lacks what the kernels need."""
     p = problem
-    tokens = max_tokens(p.topk)
-    small = p.M > 0 and takes(p.whole_M or p.M, p.topk, p.N)
+    tokens = next((n for n in sizes(p.topk, p.N) if n >= (p.whole_M or p.M)), None)
     able = p.x_aligned and p.down_contiguous and not p.weight_on_input
-    if not (small and able and has_dependent_launch(device.arch)):
+    if tokens is None or p.M == 0 or not (able and has_dependent_launch(device.arch)):
         return None
     first = gate_up.plan(
         gate_up.Problem(

@@ -10,7 +10,7 @@ from typing import NamedTuple
 from cumoe.plan.codes import FLOAT_TYPE, ID_TYPE
 from cumoe.plan.device import H200, DeviceInfo
 from cumoe.plan.scales import GROUP_SIZE, ceil_to
-from cumoe.plan.small_table import MAX_SLOTS, TABLE_BYTES
+from cumoe.plan.small_table import MAX_SLOTS, table_bytes, table_slots
 from cumoe.plan.spec import LaunchSpec, Step, kernel_spec
 
 ABI = "PPPPPqPqqqPqqqqf"
@@ -55,8 +55,10 @@ class Ring(NamedTuple):
 def plan(problem: Problem, device: DeviceInfo) -> Step | None:
     """The kernel and its grid; None where the slots, or a ring beside them, are too many."""
     p, smem = problem, device.smem_optin_bytes
+    if p.max_tokens * p.topk > MAX_SLOTS:
+        return None
     ring = next((r for r in _rings(p.N) if _smem_bytes(p, r) <= smem), None)
-    if p.max_tokens * p.topk > MAX_SLOTS or ring is None:
+    if ring is None:
         return None
     kernel = kernel_spec(
         "moe_down_tiny_fp8",
@@ -95,7 +97,7 @@ def _rings(N: int) -> Iterator[Ring]:
 
 
 def _smem_bytes(p: Problem, ring: Ring) -> int:
-    barriers, weights = ring.warps * ring.stages * 8, MAX_SLOTS * 4
+    most = p.max_tokens * p.topk
+    barriers, weights = ring.warps * ring.stages * 8, table_slots(most) * 4
     slot = _tiles(p.K) * ROWS * 2 + p.N + ROW_PADDING + p.N // GROUP_SIZE * 4
-    slots = ceil_to(p.max_tokens * p.topk * slot, 16)
-    return ring.bytes + barriers + TABLE_BYTES + weights + slots
+    return ring.bytes + barriers + table_bytes(most) + weights + ceil_to(most * slot, 16)

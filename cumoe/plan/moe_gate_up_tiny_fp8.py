@@ -8,7 +8,7 @@ from typing import NamedTuple
 from cumoe.plan.codes import ID_TYPE
 from cumoe.plan.device import DeviceInfo
 from cumoe.plan.scales import GROUP_SIZE, ceil_to
-from cumoe.plan.small_table import MAX_SLOTS, TABLE_BYTES
+from cumoe.plan.small_table import MAX_SLOTS, table_bytes
 from cumoe.plan.spec import LaunchSpec, Step, kernel_spec
 
 ABI = "PqPPPqqPqqqPqqqfff"
@@ -47,10 +47,12 @@ def stage_blocks(K: int) -> int:
 def plan(problem: Problem, device: DeviceInfo) -> Step | None:
     """The kernel and its grid; None where the slots, or two stages beside them, are too many."""
     p, blocks = problem, stage_blocks(problem.K)
+    if p.max_tokens * p.topk > MAX_SLOTS:
+        return None
     stage = 2 * (8 * (blocks * GROUP_SIZE + ROW_PADDING) + blocks * 4) + 2 * 8  # and its barriers
-    fixed = SUMS_BYTES + TABLE_BYTES + _tokens_bytes(p)
+    fixed = SUMS_BYTES + table_bytes(p.max_tokens * p.topk) + _tokens_bytes(p)
     stages = min(RING_BYTES, device.smem_optin_bytes - fixed) // stage
-    if p.max_tokens * p.topk > MAX_SLOTS or stages < 2:
+    if stages < 2:
         return None
     kernel = kernel_spec(
         "moe_gate_up_tiny_fp8",

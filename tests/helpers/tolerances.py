@@ -40,11 +40,11 @@ def wgmma(K: int, N: int) -> Wgmma:
 def experts_row(num_tokens: int, topk: int, K: int, N: int) -> float:
     """Of a call of the experts: the fewest tokens add up in fp32, more on wgmma if there is one.
 
-    The fewest are so many that N codes for each of their slots fit in 48 KiB.
+    The fewest are 8 tokens, or what 64 or 32 slots are, if N codes for each of these fit in 48 KiB.
     """
-    fewest = min(32 // topk, 8)
-    fits = fewest * topk * N <= 48 << 10
-    return MMA_ROW if fits and num_tokens <= fewest else wgmma(K, N).row
+    ends = (min(slots // topk, 8) for slots in (32, 64))
+    fewest = max(n for n in (0, *ends) if n * topk * N <= 48 << 10)
+    return MMA_ROW if num_tokens <= fewest else wgmma(K, N).row
 
 
 SILU_CODE_SHARE = 1e-4

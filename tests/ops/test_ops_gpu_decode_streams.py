@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import cumoe
+from cumoe.plan import experts_tiny
 from cumoe.plan import fused_experts_fp8 as planning
 from cumoe.plan.silu_and_mul_quant_fp8 import BF16_CLAMP
 from tests.helpers import cases
@@ -30,7 +31,7 @@ pytestmark = pytest.mark.gpu
 
 DEVICE = "cuda"
 E, TOPK = 256, 8
-COUNTS = (1, 4, 5, 9, 32, 33, 64, 128, 129, 256)
+COUNTS = (1, 4, 5, 8, 9, 32, 33, 64, 128, 129, 256)
 """Numbers of tokens on both sides of each boundary, and others."""
 SHAPES = {
     "stages_of_24": (3072, 256),
@@ -84,8 +85,10 @@ def result(layer: Layer, t: Tokens, **options: Any) -> np.ndarray:
 
 
 def test_the_counts_lie_beside_the_boundaries():
-    ends = set(planning.few_tokens(E, TOPK))
-    assert ends | {end + 1 for end in ends} - {max(ends) + 1} <= set(COUNTS)
+    for K, N in SHAPES.values():
+        every = {*experts_tiny.sizes(TOPK, N), *planning.few_tokens(E, TOPK, K, N)}
+        ends = {end for end in every if end <= max(COUNTS)}
+        assert ends | {end + 1 for end in ends} - {max(COUNTS) + 1} <= set(COUNTS)
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -98,7 +101,7 @@ def test_a_tokens_bytes_do_not_depend_on_the_others(shape, scale_format):
     assert many.astype(np.float32).any(axis=1).sum() >= 250
 
     def want(rows: np.ndarray) -> np.ndarray:
-        if len(rows) > min(planning.few_tokens(E, TOPK)):
+        if not experts_tiny.takes(len(rows), TOPK, N):
             return many[rows]
         alone = [result(layer, t.of([row]), scale_format=scale_format) for row in rows]
         return np.concatenate(alone)
@@ -113,10 +116,10 @@ def test_a_tokens_bytes_do_not_depend_on_the_others(shape, scale_format):
 def test_an_unaligned_row_has_the_same_bytes():
     """It is read piece by piece."""
     K, N = SHAPES["ragged"]
-    layer, t = layer_of(K, N), tokens(8, K)
+    layer, t = layer_of(K, N), tokens(9, K)
     want = result(layer, t)
     put = TorchBackend(DEVICE).put
-    base = put(np.zeros((8, K + 1), cases.BF16))
+    base = put(np.zeros((9, K + 1), cases.BF16))
     base[:, 1:] = put(t.x)
     got = cumoe.fused_experts_fp8(
         base[:, 1:], layer.w1, layer.w2, put(t.weights), put(t.ids),
