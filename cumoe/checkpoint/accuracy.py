@@ -51,7 +51,7 @@ class Errors:
 
 def reference_row(num_tokens: int, topk: int, K: int, N: int) -> float:
     """The bound for a call of this size on a GPU: the fewest tokens add up in fp32."""
-    if experts_tiny.takes(num_tokens, topk, N):
+    if experts_tiny.takes(num_tokens, topk, K, N):
         return REFERENCE_ROW
     return SHALLOW_WGMMA_ROW if K < 512 or N < 256 else WGMMA_ROW
 

@@ -24,6 +24,9 @@ MAX_TOKENS = 8
 """That every CTA quantizes for itself: it costs less than a launch."""
 MAX_CODES_BYTES = 49_152
 """Of the slots that every CTA quantizes for itself."""
+MAX_WEIGHT_BYTES = 320 << 20
+"""Of the experts of more than 32 slots, each with its own: for more the chain for few tokens, which
+reads faster, makes up for its two more launches."""
 
 
 class Workspace(NamedTuple):
@@ -47,27 +50,33 @@ class Plan(NamedTuple):
         return (self.gate_up, self.down)
 
 
-def sizes(topk: int, N: int) -> tuple[int, ...]:
+def sizes(topk: int, K: int, N: int) -> tuple[int, ...]:
     """Tokens that kernels have room for, ascending: those of 32 slots, and of 64."""
-    tokens = sorted({min(slots // topk, MAX_TOKENS) for slots in SIZES} - {0})
-    return tuple(n for n in tokens if n * topk * N <= MAX_CODES_BYTES)
+    found = []
+    for most in SIZES:
+        tokens = min(most // topk, MAX_TOKENS)
+        slots = tokens * topk
+        is_quick = slots <= SIZES[0] or slots * 3 * N * K <= MAX_WEIGHT_BYTES
+        if tokens and slots * N <= MAX_CODES_BYTES and is_quick:
+            found.append(tokens)
+    return tuple(sorted({*found}))
 
 
-def max_tokens(topk: int, N: int) -> int:
+def max_tokens(topk: int, K: int, N: int) -> int:
     """Of a call of the fewest tokens, if the GPU and the arrays allow it."""
-    return max(sizes(topk, N), default=0)
+    return max(sizes(topk, K, N), default=0)
 
 
-def takes(num_tokens: int, topk: int, N: int) -> bool:
+def takes(num_tokens: int, topk: int, K: int, N: int) -> bool:
     """Whether a call of this size is one of the fewest tokens, if the GPU and the arrays allow."""
-    return num_tokens <= max_tokens(topk, N)
+    return num_tokens <= max_tokens(topk, K, N)
 
 
 @lru_cache(4096)
 def plan(problem: Problem, device: DeviceInfo) -> Plan | None:
     """The whole call; None where it has too many slots or lacks what the kernels need."""
     p = problem
-    tokens = next((n for n in sizes(p.topk, p.N) if n >= (p.whole_M or p.M)), None)
+    tokens = next((n for n in sizes(p.topk, p.K, p.N) if n >= (p.whole_M or p.M)), None)
     able = p.x_aligned and p.down_contiguous and not p.weight_on_input
     if tokens is None or p.M == 0 or not (able and has_dependent_launch(device.arch)):
         return None

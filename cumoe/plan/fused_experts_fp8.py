@@ -144,7 +144,7 @@ def _plan_of_any(problem: Problem, device: DeviceInfo) -> Plan:
 def few_tokens(num_experts: int, topk: int, K: int, N: int) -> tuple[int, ...]:
     """The most tokens of each regime of few tokens, where the GPU and the arrays allow it."""
     regimes = experts_decode.regimes(num_experts, topk, K, N)
-    return (experts_tiny.max_tokens(topk, N), *(r.max_slots // topk for r in regimes))
+    return (experts_tiny.max_tokens(topk, K, N), *(r.max_slots // topk for r in regimes))
 
 
 def representative_token_counts(problem: Problem) -> tuple[int, ...]:
@@ -156,7 +156,7 @@ def representative_token_counts(problem: Problem) -> tuple[int, ...]:
         *moe_align_block_size.representative_slot_counts(),
     }
     tokens = {1, *(-(-count // problem.topk) for count in slots)}
-    tokens |= {*experts_tiny.sizes(problem.topk, problem.N)}
+    tokens |= {*experts_tiny.sizes(problem.topk, problem.K, problem.N)}
     for end in few_tokens(problem.num_experts, problem.topk, problem.K, problem.N):
         tokens |= {end, end + 1}
     tokens |= {*per_token_group_quant_fp8.representative_rows(problem.K)}

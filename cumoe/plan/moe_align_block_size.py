@@ -20,7 +20,7 @@ MAX_TOPK = 64
 WARP = 32
 THREADS = 1024
 """Of a CTA of the one launch, and of the scan."""
-MAX_SLOTS_AT_ONCE = 32_768
+MAX_SLOTS_AT_ONCE = 65_536
 """Every CTA of the one launch reads all ids."""
 MAX_BLOCK_AT_ONCE = 1024
 """There one warp fills up the last block of an expert."""

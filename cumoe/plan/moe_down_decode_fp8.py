@@ -29,7 +29,8 @@ WGMMA_ROWS = 64
 HEADS = 8
 """Chunks of a warpgroup whose scales and routes are fetched ahead."""
 MAX_STAGE_BLOCKS = 3
-"""128-blocks of N that a stage holds, of which a box fetches all."""
+"""128-blocks of N that a stage holds, of which a box fetches all; one more of passes of 32 rows and
+fewer, since a box takes its time whatever its size."""
 MIN_STAGES, MAX_STAGES = 2, 5
 """Of a warpgroup: as many as leave room for the sums of all tokens."""
 SUM_BYTES = 4
@@ -83,7 +84,8 @@ class Plan(NamedTuple):
 @lru_cache(4096)
 def plan(problem: Problem, device: DeviceInfo) -> Plan | None:
     """The kernel and its grid; None where the rings do not fit into shared memory."""
-    p, rows, blocks = problem, pass_rows(problem.K), _stage_blocks(problem.N)
+    p, rows = problem, pass_rows(problem.K)
+    blocks = _stage_blocks(problem.N, rows)
     stage = WARPGROUPS * (blocks * (rows * BLOCK_K + p.n_tiles * TILE_BYTES) + 2 * BARRIER_BYTES)
     room = device.smem_optin_bytes - _fixed_bytes(p)
     tokens, sums = p.max_slots // p.topk, rows * SUM_BYTES
@@ -126,8 +128,9 @@ def pass_rows(K: int) -> int:
     return next((n for n in (16, 32, 48) if n * H200.num_sms >= K), 64)
 
 
-def _stage_blocks(N: int) -> int:
-    return next(n for n in range(MAX_STAGE_BLOCKS, 0, -1) if N // BLOCK_K % n == 0)
+def _stage_blocks(N: int, rows: int) -> int:
+    most = MAX_STAGE_BLOCKS + (rows <= 32)
+    return next(n for n in range(most, 0, -1) if N // BLOCK_K % n == 0)
 
 
 def _fixed_bytes(p: Problem) -> int:

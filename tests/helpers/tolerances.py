@@ -40,10 +40,13 @@ def wgmma(K: int, N: int) -> Wgmma:
 def experts_row(num_tokens: int, topk: int, K: int, N: int) -> float:
     """Of a call of the experts: the fewest tokens add up in fp32, more on wgmma if there is one.
 
-    The fewest are 8 tokens, or what 64 or 32 slots are, if N codes for each of these fit in 48 KiB.
+    The fewest are 8 tokens, or what 32 slots are, if N codes for each of these fit in 48 KiB; 64
+    slots if moreover their experts have at most 320 MiB.
     """
-    ends = (min(slots // topk, 8) for slots in (32, 64))
-    fewest = max(n for n in (0, *ends) if n * topk * N <= 48 << 10)
+    some, more = min(32 // topk, 8), min(64 // topk, 8)
+    few_bytes = more * topk <= 32 or more * topk * 3 * N * K <= 320 << 20
+    ends = (0, some, more if few_bytes else 0)
+    fewest = max(n for n in ends if n * topk * N <= 48 << 10)
     return MMA_ROW if num_tokens <= fewest else wgmma(K, N).row
 
 

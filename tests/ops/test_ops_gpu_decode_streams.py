@@ -101,7 +101,7 @@ def test_a_tokens_bytes_do_not_depend_on_the_others(shape, scale_format):
     assert many.astype(np.float32).any(axis=1).sum() >= 250
 
     def want(rows: np.ndarray) -> np.ndarray:
-        if not experts_tiny.takes(len(rows), TOPK, N):
+        if not experts_tiny.takes(len(rows), TOPK, K, N):
             return many[rows]
         alone = [result(layer, t.of([row]), scale_format=scale_format) for row in rows]
         return np.concatenate(alone)

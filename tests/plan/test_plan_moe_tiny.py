@@ -202,13 +202,20 @@ SIZES = {
 def test_which_calls_are_of_the_fewest_tokens(topk, N):
     """And whether 32 slots or 64 have room in their kernels."""
     sizes = SIZES[topk, N]
-    assert tiny.sizes(topk, N) == sizes
-    assert tiny.max_tokens(topk, N) == max(sizes, default=0)
+    assert tiny.sizes(topk, 2048, N) == sizes
+    assert tiny.max_tokens(topk, 2048, N) == max(sizes, default=0)
     for M in range(1, 11):
         plan = tiny.plan(problem_of(M, topk, 2048, N), H200)
-        assert (plan is not None) == tiny.takes(M, topk, N)
+        assert (plan is not None) == tiny.takes(M, topk, 2048, N)
         room = {constants(s)["MAX_TOKENS"] for s in plan.steps} if plan else set()
         assert room == {min((n for n in sizes if n >= M), default=None)} - {None}
+
+
+@pytest.mark.parametrize(("K", "N", "sizes"), [(6144, 256, (4, 8)), (6144, 512, (4,))])
+def test_more_than_32_slots_have_few_weights(K, N, sizes):
+    """The chain for few tokens reads faster."""
+    assert tiny.sizes(8, K, N) == sizes
+    assert [tiny.takes(M, 8, K, N) for M in (4, 5)] == [True, sizes[-1] > 4]
 
 
 @given(shapes(), st.integers(0, 9), st.integers(0, 9))
