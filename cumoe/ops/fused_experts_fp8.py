@@ -56,8 +56,8 @@ def fused_experts_fp8(
         out   = bf16(routed_scaling_factor * sum over j of topk_weights[:, j] * d_j)
 
     Deterministic: the same inputs give the same bytes. A token's bytes do not depend on the other
-    tokens of the call, only on whether there are very few (32 or 64 slots), few (8 or 16 for
-    each of num_experts), or more: their kernels add up otherwise (docs/numerics.md).
+    tokens of the call, only on whether there are very few (up to 32 or 64 slots), few (8
+    or 16 for each of num_experts), or more: their kernels add up otherwise (docs/numerics.md).
 
     Nothing synchronizes with the host, so a call can be captured in a CUDA graph once its kernels
     are loaded (run it once before). For inference: no gradient.
@@ -89,9 +89,16 @@ def fused_experts_fp8(
 
     Raises:
         ArgumentError: a shape or value that is not one of these; N or K not a multiple of 128 (see
-            `pad_experts`).
-        DTypeError, DeviceMismatchError, UnsupportedDeviceError.
-        KernelNotBuiltError: a kernel is not loaded yet and the stream is being captured.
+            `pad_experts`); a workspace that is too small; an output that is read-only or overlaps
+            an input other than x.
+        DTypeError: an array not of its type, or a scalar argument of another type.
+        DeviceMismatchError: the arrays are on different devices.
+        UnsupportedDeviceError: no kernel for this GPU, no usable CUDA installation, or a tensor on
+            neither the CPU nor an NVIDIA GPU.
+        KernelNotBuiltError: a kernel is not loaded and the stream is being captured, or it is in no
+            cache and CUMOE_DISABLE_JIT=1. `cumoe.warmup` loads it, `cumoe prebuild` builds it.
+        CompileError: NVRTC refused a kernel.
+        CumoeError: the driver refused a launch.
     """
     return _op(
         (

@@ -57,7 +57,7 @@ OPTIONS: dict[str, tuple[Any, ...]] = {
     "topk": (1, 2, 6, 8, 16),
     "K": (512, 1280, 2048, 4096, 6144, 7168),
     "N": (128, 256, 384, 512, 2048),
-    "place": tuple(range(8)),
+    "place": tuple(range(10)),
     "routing": tuple(ROUTINGS),
     "ids": ("int32", "int64"),
     "weight": tuple(WEIGHT_TYPES),
@@ -93,7 +93,8 @@ class Case(NamedTuple):
     @property
     def M(self) -> int:
         ends = planning.few_tokens(self.E, self.topk, self.K, self.N)
-        return ([1] + [m for end in ends for m in (end, end + 1)])[self.place]
+        counts = [1] + [m for end in ends for m in (end, end + 1)]
+        return counts[self.place] if self.place < len(counts) else 0
 
     @property
     def local(self) -> int:
@@ -167,13 +168,13 @@ SHARING = [(256, 8, 512, 256), (288, 8, 4096, 256), (256, 6, 1024, 2048)]
 
 @pytest.fixture(scope="module")
 def compiled() -> None:
-    extra = [BASE._replace(place=place, ids=ids) for place in range(8) for ids in OPTIONS["ids"]]
+    extra = [BASE._replace(place=place, ids=ids) for place in range(10) for ids in OPTIONS["ids"]]
     extra += [BASE._replace(topk=topk, place=1) for topk in (1, 2)]
     small = [BASE._replace(topk=2, E=E, K=K, N=N) for K, N in SMALLEST for E in (1, 3)]
     extra += [case._replace(rows=rows) for case in small for rows in ("plain", "x_apart")]
     extra += [BASE._replace(topk=2, E=8, K=K, N=128, place=place) for K in DEEP for place in (5, 7)]
     for E, topk, K, N in SHARING:
-        extra += [BASE._replace(E=E, topk=topk, K=K, N=N, place=place) for place in range(8)]
+        extra += [BASE._replace(E=E, topk=topk, K=K, N=N, place=place) for place in range(10)]
     compile_all(c.problem for c in [*CASES.values(), *extra] if c.is_possible)
 
 
@@ -290,7 +291,7 @@ def test_rows_equal_the_reference(only_few, name):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("place", [1, 3, 7])
+@pytest.mark.parametrize("place", [1, 3, 7, 9])
 def test_a_changed_weight_would_fail(only_few, place):
     case = BASE._replace(place=place)
     layer, t = layer_of(case.local, case.K, case.N), tokens_of(case)
@@ -306,7 +307,7 @@ def test_a_changed_weight_would_fail(only_few, place):
 
 @pytest.mark.gpu
 def test_a_call_of_many_tokens_would_fail(only_few):
-    case = BASE._replace(place=7)
+    case = BASE._replace(place=9)
     layer = layer_of(case.local, case.K, case.N)
     t = tokens_of(case)
     more = Tokens(*(np.concatenate([a, a]) for a in t))
@@ -331,7 +332,7 @@ def test_w2_with_gaps(only_few, num_tokens):
 @pytest.mark.gpu
 def test_calls_beside_the_last_boundary():
     """The last call of few tokens and the first of many, in any order."""
-    case = BASE._replace(place=7)
+    case = BASE._replace(place=9)
     layer = layer_of(case.local, case.K, case.N)
     rng = np.random.default_rng(4)
     ids = cases.uniform(rng, case.M + 1, case.E, case.topk)
@@ -349,7 +350,7 @@ def test_small_calls_first_then_larger_ones(only_few, shape):
     E, topk, K, N = shape
     base = BASE._replace(E=E, topk=topk, K=K, N=N)
     layer = layer_of(E, K, N)
-    for place in (0, 1, 2, 3, 4, 5, 6, 7):
+    for place in range(10):
         case = base._replace(place=place)
         if case.is_possible:
             t = tokens_of(case)
@@ -370,7 +371,7 @@ def test_all_slots_on_one_expert(only_few, expert, num_tokens, topk):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("place", range(8))
+@pytest.mark.parametrize("place", range(10))
 def test_nothing_is_local(only_few, place):
     case = BASE._replace(place=place, ids="int64")
     layer = layer_of(64, case.K, case.N)

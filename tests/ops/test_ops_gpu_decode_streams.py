@@ -86,7 +86,7 @@ def result(layer: Layer, t: Tokens, **options: Any) -> np.ndarray:
 
 def test_the_counts_lie_beside_the_boundaries():
     for K, N in SHAPES.values():
-        every = {*experts_tiny.sizes(TOPK, N), *planning.few_tokens(E, TOPK, K, N)}
+        every = {*experts_tiny.sizes(TOPK, K, N), *planning.few_tokens(E, TOPK, K, N)}
         ends = {end for end in every if end <= max(COUNTS)}
         assert ends | {end + 1 for end in ends} - {max(COUNTS) + 1} <= set(COUNTS)
 
