@@ -164,6 +164,14 @@ DEEP = [8576, 17_024]
 """K of two and of three passes of down."""
 SHARING = [(256, 8, 512, 256), (288, 8, 4096, 256), (256, 6, 1024, 2048)]
 """Shapes whose regimes have tiles in common."""
+SHARING_CASES = {
+    (E, topk, K, N): [
+        case
+        for place in range(10)
+        if (case := BASE._replace(E=E, topk=topk, K=K, N=N, place=place)).is_possible
+    ]
+    for E, topk, K, N in SHARING
+}
 
 
 @pytest.fixture(scope="module")
@@ -173,8 +181,7 @@ def compiled() -> None:
     small = [BASE._replace(topk=2, E=E, K=K, N=N) for K, N in SMALLEST for E in (1, 3)]
     extra += [case._replace(rows=rows) for case in small for rows in ("plain", "x_apart")]
     extra += [BASE._replace(topk=2, E=8, K=K, N=128, place=place) for K in DEEP for place in (5, 7)]
-    for E, topk, K, N in SHARING:
-        extra += [BASE._replace(E=E, topk=topk, K=K, N=N, place=place) for place in range(10)]
+    extra += [case for cases_of_one in SHARING_CASES.values() for case in cases_of_one]
     compile_all(c.problem for c in [*CASES.values(), *extra] if c.is_possible)
 
 
@@ -348,13 +355,10 @@ def test_calls_beside_the_last_boundary():
 def test_small_calls_first_then_larger_ones(only_few, shape):
     """Kernels that regimes share were loaded for the smaller one: the larger must launch too."""
     E, topk, K, N = shape
-    base = BASE._replace(E=E, topk=topk, K=K, N=N)
     layer = layer_of(E, K, N)
-    for place in range(10):
-        case = base._replace(place=place)
-        if case.is_possible:
-            t = tokens_of(case)
-            check(case, layer, t, run_case(case, layer, t))
+    for case in SHARING_CASES[shape]:
+        t = tokens_of(case)
+        check(case, layer, t, run_case(case, layer, t))
 
 
 @pytest.mark.gpu

@@ -13,6 +13,7 @@ import cumoe
 from cumoe import ArgumentError
 from cumoe.launch import driver, lending
 from cumoe.ops import _op
+from cumoe.plan.moe_align_block_size import MAX_SLOTS_AT_ONCE
 from tests.helpers.backends import CupyBackend
 from tests.helpers.calls import RIGHT_ARGUMENTS, placed
 from tests.helpers.compare import assert_bitwise_equal
@@ -39,10 +40,10 @@ def visit(returned: list[str]) -> lending.Visit:
     return made
 
 
-def on_cupy(op: str) -> Any:
+def on_cupy(op: str, **others: Any) -> Any:
     """A call on CuPy arrays of random values, which has run once."""
     rng = np.random.default_rng(5)
-    arguments = RIGHT_ARGUMENTS[op]()
+    arguments = RIGHT_ARGUMENTS[op]() | others
     for name, a in arguments.items():
         if isinstance(a, np.ndarray) and a.dtype == np.int32:
             arguments[name] = rng.integers(-1, 8, a.shape, np.int32)
@@ -64,11 +65,17 @@ def compare(got: list[Any], want: list[Any]) -> None:
         assert_bitwise_equal(CupyBackend().raw(a), CupyBackend().raw(b))
 
 
-@pytest.mark.parametrize("op", ["moe_align_block_size", "fused_experts_fp8"])
+WITH_SCRATCH = {
+    "moe_align_block_size": {"topk_ids": np.zeros((MAX_SLOTS_AT_ONCE, 2), np.int32)},
+    "fused_experts_fp8": {},
+}
+
+
+@pytest.mark.parametrize("op", WITH_SCRATCH)
 def test_who_allocates_after_a_capture_does_not_get_the_scratch_of_the_graph(op):
     import cupy
 
-    call = on_cupy(op)
+    call = on_cupy(op, **WITH_SCRATCH[op])
     want = call()
     before, stream = len(_op._of_graphs), cupy.cuda.Stream(non_blocking=True)
     with stream:
