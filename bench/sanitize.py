@@ -36,8 +36,8 @@ TOOLS = {
     "racecheck": ("--racecheck-indirect-barrier-dependency",),
     "synccheck": (),
 }
-"""And their options: where a warp reads a buffer, meets at __syncwarp, and one lane of it arrives at
-the barrier that frees the buffer, racecheck follows that only if it is told to."""
+"""And their options: where a warp reads a buffer, meets at __syncwarp, and one lane of it arrives
+at the barrier that frees the buffer, racecheck follows that only if it is told to."""
 
 
 def main() -> int:

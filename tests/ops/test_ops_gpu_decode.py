@@ -354,7 +354,7 @@ def test_calls_beside_the_last_boundary():
 @pytest.mark.parametrize("shape", SHARING)
 def test_small_calls_first_then_larger_ones(only_few, shape):
     """Kernels that regimes share were loaded for the smaller one: the larger must launch too."""
-    E, topk, K, N = shape
+    E, _, K, N = shape
     layer = layer_of(E, K, N)
     for case in SHARING_CASES[shape]:
         t = tokens_of(case)
