@@ -59,7 +59,10 @@ def _quantized(x: Any, scale_format: str) -> Any:
     import torch
 
     groups = x.float().unflatten(-1, (-1, 128))
-    scale = groups.abs().amax(-1, keepdim=True).clamp(min=1e-10) / 448
+    amax = groups.abs().amax(-1, keepdim=True).clamp(min=1e-10)
+    # Not `/ 448`, which CUDA turns into a product with 1/448: then codes at exact ties, of which
+    # bf16 values have many, fall the other way, and a row is off by 2e-2.
+    scale = amax / torch.full_like(amax, 448)
     if scale_format == "ue8m0":
         mantissa, exponent = torch.frexp(scale.clamp(min=1e-10))
         scale = torch.ldexp(torch.ones_like(scale), exponent - (mantissa == 0.5).int())
