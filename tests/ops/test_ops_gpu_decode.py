@@ -91,10 +91,14 @@ class Case(NamedTuple):
     weights_at: str
 
     @property
-    def M(self) -> int:
+    def counts(self) -> list[int]:
+        """Of tokens: 1, the ends of the regimes, and what comes after them."""
         ends = planning.few_tokens(self.E, self.topk, self.K, self.N)
-        counts = [1] + [m for end in ends for m in (end, end + 1)]
-        return counts[self.place] if self.place < len(counts) else 0
+        return [1] + [m for end in ends for m in (end, end + 1)]
+
+    @property
+    def M(self) -> int:
+        return self.counts[self.place] if self.place < len(self.counts) else 0
 
     @property
     def local(self) -> int:
@@ -159,6 +163,8 @@ BASE = Case(
     64, 8, 512, 256, 1, "uniform", "int32", "fp32", "fp32", "ten", False, False, 1.0, "plain",
     "plain",
 )  # fmt: skip
+LAST = len(BASE.counts) - 2
+"""Place of the last call of few tokens."""
 SMALLEST = [(128, 128), (256, 128), (384, 384), (640, 384), (1152, 640), (3072, 128)]
 DEEP = [8576, 17_024]
 """K of two and of three passes of down."""
@@ -298,7 +304,7 @@ def test_rows_equal_the_reference(only_few, name):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("place", [1, 3, 7, 9])
+@pytest.mark.parametrize("place", [1, 3, LAST])
 def test_a_changed_weight_would_fail(only_few, place):
     case = BASE._replace(place=place)
     layer, t = layer_of(case.local, case.K, case.N), tokens_of(case)
@@ -314,7 +320,7 @@ def test_a_changed_weight_would_fail(only_few, place):
 
 @pytest.mark.gpu
 def test_a_call_of_many_tokens_would_fail(only_few):
-    case = BASE._replace(place=9)
+    case = BASE._replace(place=LAST)
     layer = layer_of(case.local, case.K, case.N)
     t = tokens_of(case)
     more = Tokens(*(np.concatenate([a, a]) for a in t))
@@ -339,7 +345,7 @@ def test_w2_with_gaps(only_few, num_tokens):
 @pytest.mark.gpu
 def test_calls_beside_the_last_boundary():
     """The last call of few tokens and the first of many, in any order."""
-    case = BASE._replace(place=9)
+    case = BASE._replace(place=LAST)
     layer = layer_of(case.local, case.K, case.N)
     rng = np.random.default_rng(4)
     ids = cases.uniform(rng, case.M + 1, case.E, case.topk)
@@ -375,7 +381,7 @@ def test_all_slots_on_one_expert(only_few, expert, num_tokens, topk):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("place", range(10))
+@pytest.mark.parametrize("place", range(LAST + 1))
 def test_nothing_is_local(only_few, place):
     case = BASE._replace(place=place, ids="int64")
     layer = layer_of(64, case.K, case.N)
