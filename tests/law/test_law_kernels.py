@@ -41,7 +41,7 @@ def steps():
     most = many._replace(M=20_000)
     calls = (
         problem._replace(M=1),
-        problem._replace(M=20),
+        problem._replace(M=10),
         many,
         most,
         most._replace(weights_mappable=False),
