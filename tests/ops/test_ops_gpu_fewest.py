@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import lru_cache
-from typing import Any, NamedTuple
-from unittest.mock import patch
+from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -26,8 +25,8 @@ from tests.helpers.layers import (
     Tokens,
     alone,
     compile_all,
-    forget_calls,
     local_ids,
+    only,
     random_layer,
     run,
 )
@@ -113,19 +112,8 @@ def compiled() -> None:
 @pytest.fixture
 def only_fewest(compiled) -> Iterator[None]:
     """A call that would take another chain fails."""
-    real = planning.plan.__wrapped__
-
-    def planned(problem: planning.Problem, device: Any) -> planning.AnyPlan:
-        plan = real(problem, device)
-        assert isinstance(plan, experts_tiny.Plan), f"{problem.M} tokens take another chain"
-        return plan
-
-    try:
-        forget_calls()
-        with patch.object(planning, "plan", planned):
-            yield
-    finally:
-        forget_calls()
+    with only("fewest"):
+        yield
 
 
 @lru_cache(1)
