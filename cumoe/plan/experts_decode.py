@@ -26,8 +26,6 @@ MOST_SLOTS = 0xFFFF
 """Exclusive: places and experts are 16-bit numbers."""
 MOST_TOPK = 32
 """Slots of a token that a thread keeps in registers."""
-SMALL_ROWS, LARGE_ROWS = 16, 48
-"""Of a pass of down."""
 MOST_SUMS_BYTES, MOST_N = 96 << 10, 512
 """Beside the shortest rings of down, whose heads grow with N."""
 
@@ -71,18 +69,14 @@ class Plan(NamedTuple):
 def regimes(num_experts: int, topk: int, K: int, N: int) -> tuple[Regime, ...]:
     """From few slots to many: up to 8 an expert on average, where weights are most of the work.
 
-    Up to 4 where K is small: a box of down then holds few rows, and takes as long as a large one.
-    Up to 16 where K is large and shared memory holds the sums of all tokens, or nearly. The chain
-    for many tokens is faster beyond (docs/decisions/0003).
+    Up to 16 where shared memory holds the sums of all tokens, or nearly: then down is still faster
+    than tiles of 64 slots with a combine behind them, at K=6144; with K=2048 it no longer is
+    (docs/decisions/0003).
     """
-    E, rows = num_experts, down.pass_rows(K)
-    found = [Regime(E, 1), Regime(4 * E, 2)]
-    if rows > SMALL_ROWS:
-        found.append(Regime(8 * E, 4))
-    sums = 16 * E // topk * rows * down.SUM_BYTES
-    if rows >= LARGE_ROWS and sums <= MOST_SUMS_BYTES and N <= MOST_N:
-        found.append(Regime(16 * E, 4))
-    return tuple(found)
+    E = num_experts
+    few = Regime(E, 1), Regime(4 * E, 2), Regime(8 * E, 4)
+    sums = 16 * E // topk * down.pass_rows(K) * down.SUM_BYTES
+    return (*few, Regime(16 * E, 4)) if sums <= MOST_SUMS_BYTES and N <= MOST_N else few
 
 
 @lru_cache(4096)

@@ -192,8 +192,8 @@ def test_where_sums_fit_twice_as_many_tokens_are_few(E, K, N):
     for topk in (1, 2, 6, 8, 10, 16):
         *_, last = decode.regimes(E, topk, K, N)
         twice = last.max_slots == 16 * E
-        assert twice == (K > 4224 and 16 * E // topk * down.pass_rows(K) * 4 <= 98_304)
-        assert twice or last.max_slots == (8 if K > 2112 else 4) * E
+        assert twice == (16 * E // topk * down.pass_rows(K) * 4 <= 98_304)
+        assert twice or last.max_slots == 8 * E
         for local in {1, E // 8, E} - {0} if twice and last.max_slots < decode.MOST_SLOTS else ():
             problem = problem_of(E, topk, K, N, last.max_slots // topk)
             plan = decode.plan(problem._replace(num_local_experts=local, has_map=True), H200)
