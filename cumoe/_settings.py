@@ -38,6 +38,8 @@ class Settings:
     """Level of the log on stderr."""
     fused_act_quant: bool
     """Activation and quantization are one kernel; else two, to compare."""
+    vllm: bool
+    """Whether vLLM's plugin does anything."""
 
 
 @cache
@@ -56,6 +58,7 @@ def settings() -> Settings:
         arch=env.get("CUMOE_ARCH") or None,
         log=_level(env, "CUMOE_LOG"),
         fused_act_quant=_truth(env, "CUMOE_FUSED_ACT_QUANT", default=True),
+        vllm=_truth(env, "CUMOE_VLLM", default=True),
     )
     if found.log is not None:
         _log_to_stderr(found.log)

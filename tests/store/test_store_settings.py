@@ -30,6 +30,7 @@ def test_defaults(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         arch=None,
         log=None,
         fused_act_quant=True,
+        vllm=True,
     )
 
 
@@ -57,7 +58,7 @@ def test_a_user_without_a_home_gets_no_folder_called_tilde(
     ("text", "value"), [("1", True), ("True", True), ("0", False), ("false", False)]
 )
 def test_switches(monkeypatch: pytest.MonkeyPatch, text: str, value: bool) -> None:
-    for name, default in (("disable_jit", False), ("fused_act_quant", True)):
+    for name, default in (("disable_jit", False), ("fused_act_quant", True), ("vllm", True)):
         monkeypatch.setenv(f"CUMOE_{name.upper()}", text)
         assert getattr(_settings.settings(), name) is value
         monkeypatch.setenv(f"CUMOE_{name.upper()}", "")
