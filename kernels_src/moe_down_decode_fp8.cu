@@ -9,17 +9,21 @@
 //
 // Output-stationary: in each pass a CTA owns ROWS columns of out and streams those rows of all active
 // experts past the slots of each. The tokens' sums wait in shared memory, as far as they fit there: the
-// products of a chunk are added to them at once. Weights are the M of wgmma, 64 rows of which the last
-// 64 - ROWS are whatever lies behind and go nowhere. Two warpgroups multiply the chunks in turns, each with
-// its own ring of stages, and add in turns. One warp has the copy engine fill the rings with weights, another
-// with slots, a third fetches scales and routes.
+// products of a chunk are added to them at once.
+//
+// Weights are the M of wgmma, slots its N. The 64 rows of an instruction are those of a group of chunks, ROWS
+// each, and its columns the slots of all of them, which lie one after the other; a warp takes those of its rows'
+// chunk. Rows that are left are whatever lies behind, and go nowhere.
+//
+// Two warpgroups multiply every other group each, and their warps add in turns, chunk by chunk. Each has its
+// own ring of stages, which one warp has the copy engine fill with weights, and another with slots, besides
+// fetching their scales and routes: a box takes time of the thread that asks for it.
 // Weights are requested before the predecessor has ended: it does not write them.
 #include "common/bf16x2.cuh"
 #include "common/decode_tile.cuh"
 #include "common/route.cuh"
 #include "common/vec.cuh"
 #include "ptx/barrier.cuh"
-#include "ptx/bulk_copy.cuh"
 #include "ptx/cp_async.cuh"
 #include "ptx/pdl.cuh"
 
@@ -27,55 +31,66 @@ static_assert(K % BLOCK_K == 0 && N % (BLOCK_K * STAGE_BLOCKS) == 0, "whole scal
 static_assert(ROWS % 16 == 0 && ROWS <= 64, "whole stripes of a warp");
 static_assert(MAX_SLOTS < 0xFFFF, "places and tokens are 16-bit numbers");
 
-constexpr int CONSUMERS = 256, THREADS = CONSUMERS + 96;
+constexpr int CONSUMERS = 256, THREADS = CONSUMERS + 128;
 constexpr int N_BLOCKS = N / BLOCK_K, STEPS = N_BLOCKS / STAGE_BLOCKS;
-constexpr int A_BYTES = ROWS * BLOCK_K, STAGE_BYTES = STAGE_BLOCKS * (A_BYTES + N_TILES * TILE);
+constexpr int STRIPES = ROWS / 16;                  // of a chunk: each is a warp's
+constexpr int GROUP = 64 / ROWS * N_TILES > 8 ? 8 / N_TILES : 64 / ROWS;  // chunks at a time
+constexpr int GROUP_TILES = GROUP * N_TILES, GROUP_COLUMNS = 8 * GROUP_TILES;
+constexpr int A_BYTES = STAGE_BLOCKS * ROWS * BLOCK_K;  // of a chunk
+constexpr int EIGHT_ROWS = STAGE_BLOCKS * TILE;     // a stage has eight rows of each of its blocks, then the next
+constexpr int STAGE_BYTES = GROUP * A_BYTES + GROUP_TILES * EIGHT_ROWS;
 constexpr int PITCH = scale_pitch(N_BLOCKS);
-constexpr int HEADS = 8;                            // of a warpgroup
+constexpr int HEADS = GROUP == 1 ? 8 : 4;           // of a ring
+constexpr int BARRIERS = 2 * (STAGES + HEADS);      // of a ring
 constexpr int PAIRS = ROWS / 2;                     // of sums: rows r and r + 8 of a stripe
 constexpr int MAX_TOKENS = MAX_SLOTS / TOPK;
 
-// What a chunk has besides codes.
+// What a group has besides codes.
 struct alignas(16) Head {
-    float columns[COLUMNS * PITCH];      // scales of the slots
-    Route routes[COLUMNS];
-    float stripes[4 * N_BLOCKS];         // scales of w
+    float columns[GROUP_COLUMNS * PITCH];  // scales of the slots
+    Route routes[GROUP_COLUMNS];
+    float stripes[4 * N_BLOCKS];           // scales of w
 };
 
-// The two warpgroups' places in their rings, of which `mine` is that of the current chunk.
-template <int COUNT>
-struct Rings {
-    Ring<COUNT> mine, other;
-    int warpgroup = 0;
+// The chunks, GROUP at a time. The last group may have fewer, followed by empty ones.
+struct Groups {
+    const Chunk* chunks;
+    int num_chunks;
 
-    DEVICE int stage() const { return warpgroup * COUNT + mine.stage; }
-    DEVICE void next_chunk() {
-        const Ring<COUNT> was = mine;
-        mine = other, other = was, warpgroup ^= 1;
+    DEVICE int count() const { return ceil_div(num_chunks, GROUP); }
+    DEVICE Chunk chunk(int g, int i) const { return g * GROUP + i < num_chunks ? chunks[g * GROUP + i] : Chunk{}; }
+    // All slots of a group.
+    DEVICE Chunk whole(int g) const {
+        Chunk sum = chunk(g, 0);
+#pragma unroll
+        for (int i = 1; i < GROUP; i++) sum.count += chunk(g, i).count;
+        return sum;
     }
 };
 
+// Shared memory; of the rings a thread sees its own.
 struct Shared {
-    u32 stages, full, empty;             // [2][STAGES]
-    Head* heads;                         // [2][HEADS]
+    u32 stages, full, empty;             // [STAGES]
+    Head* heads;                         // [HEADS]
     u32 head_full, head_empty;
     Chunk* chunks;
     float2* sums;                        // [SHARED_TOKENS, PAIRS]
 
-    DEVICE explicit Shared(u8* smem) {
-        stages = smem_address(smem);
-        heads = reinterpret_cast<Head*>(smem + 2 * STAGES * STAGE_BYTES);
-        u64* barriers = reinterpret_cast<u64*>(heads + 2 * HEADS);
-        full = smem_address(barriers), empty = full + 2 * STAGES * 8;
-        head_full = empty + 2 * STAGES * 8, head_empty = head_full + 2 * HEADS * 8;
-        chunks = reinterpret_cast<Chunk*>(barriers + 4 * (STAGES + HEADS));
+    DEVICE Shared(u8* smem, int ring) {
+        stages = smem_address(smem) + ring * STAGES * STAGE_BYTES;
+        heads = reinterpret_cast<Head*>(smem + 2 * STAGES * STAGE_BYTES) + ring * HEADS;
+        u64* barriers = reinterpret_cast<u64*>(heads + (2 - ring) * HEADS);
+        full = smem_address(barriers + ring * BARRIERS), empty = full + STAGES * 8;
+        head_full = empty + STAGES * 8, head_empty = head_full + HEADS * 8;
+        chunks = reinterpret_cast<Chunk*>(barriers + 2 * BARRIERS);
         sums = reinterpret_cast<float2*>(reinterpret_cast<u8*>(chunks) + chunks_bytes<EXPERTS, MAX_SLOTS, COLUMNS>());
     }
     DEVICE void init() const {
-        for (int s = 0; s < 2 * STAGES; s++) mbarrier_init(full + s * 8, 2), mbarrier_init(empty + s * 8, 4);
-        for (int s = 0; s < 2 * HEADS; s++) mbarrier_init(head_full + s * 8, 1 + 32), mbarrier_init(head_empty + s * 8, 4);
+        for (int s = 0; s < STAGES; s++) mbarrier_init(full + s * 8, GROUP + 1), mbarrier_init(empty + s * 8, 4);
+        for (int s = 0; s < HEADS; s++) mbarrier_init(head_full + s * 8, 32), mbarrier_init(head_empty + s * 8, GROUP * STRIPES);
         mbarrier_init_fence();
     }
+    DEVICE u32 stage(const Ring<STAGES>& at) const { return stages + at.stage * STAGE_BYTES; }
 };
 
 // fp32 sums of the tokens for the columns of a pass; those of the first SHARED_TOKENS lie in shared memory.
@@ -83,16 +98,17 @@ struct Sums {
     static constexpr int QUADS = PAIRS / 2;  // of a token: two pairs each
     float2 *shared, *global;
 
-    DEVICE float2* operator[](int token) const {
-        if constexpr (SHARED_TOKENS >= MAX_TOKENS) return shared + token * PAIRS;
-        return token < SHARED_TOKENS ? shared + token * PAIRS : global + i64(token - SHARED_TOKENS) * PAIRS;
+    // Sum i of all, PAIRS of a token.
+    DEVICE float2& operator[](int i) const {
+        if constexpr (SHARED_TOKENS >= MAX_TOKENS) return shared[i];
+        return i < SHARED_TOKENS * PAIRS ? shared[i] : global[i - SHARED_TOKENS * PAIRS];
     }
     // Where a pair lies, and which lies there. A warp adds to 4 tokens at a time, which so have their own
     // banks if they differ modulo 4.
     DEVICE static int swizzled(int token, int pair) {
         return pair ^ (ROWS % 32 ? (token & 2) * 2 : (token & 3) * 4);
     }
-    DEVICE float4& quad(int i) const { return *reinterpret_cast<float4*>((*this)[i / QUADS] + i % QUADS * 2); }
+    DEVICE float4& quad(int i) const { return reinterpret_cast<float4&>((*this)[i * 2]); }
 
     DEVICE void clear(int tokens) const {
         for (int i = threadIdx.x; i < tokens * QUADS; i += CONSUMERS) quad(i) = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
@@ -112,81 +128,178 @@ struct Sums {
     }
 };
 
-// The two warps that have the same rows add in turns, chunk by chunk. A turn that is passed is awaited.
-DEVICE void await_turn() { barrier_sync_of<64>(2 + threadIdx.x / 32); }
-DEVICE void pass_turn() { barrier_arrive_of<64>(2 + (threadIdx.x / 32 ^ CONSUMERS / 64)); }
+// What a warp multiplies: 16 rows of one chunk of each of its warpgroup's groups, or nothing.
+struct Role {
+    int ring, chunk, stripe;
 
-// Adds the products of a chunk to the sums of its tokens, when it is this warp's turn. Slots of one token lie
-// one after the other; another lane may have the next.
-template <int TILES>
-DEVICE void add(const float (&product)[4 * TILES], const Route* routes, int count, const Sums& sums) {
-    const int lane = threadIdx.x % 32, pair = threadIdx.x / 32 % 4 * 8 + lane / 4;
-    int repeat[2 * TILES], last = 0;
-    float2 addend[2 * TILES], *at[2 * TILES];
-#pragma unroll
-    for (int i = 0; i < 2 * TILES; i++) {
-        const int slot = i / 2 * 8 + lane % 4 * 2 + i % 2, j = i / 2 * 4 + i % 2;
-        const Route route = routes[slot];
-        const u32 d = round_bf16x2(product[j], product[j + 2]);
-        repeat[i] = slot < count ? route.repeat : -1;
-        addend[i] = make_float2(route.weight * low_f32(d), route.weight * high_f32(d));
-        at[i] = sums[route.token] + Sums::swizzled(route.token, pair);
-        last = max(last, repeat[i]);
+    DEVICE explicit Role(int warp) : ring(warp / 4), chunk(warp % 4 / STRIPES), stripe(warp % 4 % STRIPES) {}
+    DEVICE bool adds() const { return chunk < GROUP; }
+    // The warps of a stripe add in turns, chunk by chunk. A turn that is passed is awaited.
+    DEVICE void await_turn() const { barrier_sync_of<64>(2 + ring * 4 + chunk * STRIPES + stripe); }
+    DEVICE void pass_turn() const {
+        const bool last = chunk == GROUP - 1;
+        barrier_arrive_of<64>(2 + (last ? ring ^ 1 : ring) * 4 + (last ? 0 : chunk + 1) * STRIPES + stripe);
     }
-    last = __reduce_max_sync(0xFFFFFFFFu, last);
-    await_turn();
+};
+
+// Adds the products of a chunk, the columns from `begin` to `end`, to the sums of its tokens, when it is this
+// warp's turn. Slots of one token lie one after the other; another lane may have the next.
+template <int TILES>
+DEVICE void add(const float (&product)[4 * TILES], const Route* routes, int begin, int end, const Role& role, const Sums& sums) {
+    constexpr int PART = TILES < 4 ? TILES : 4;  // what fits into registers
+    const int lane = threadIdx.x % 32, pair = role.stripe * 8 + lane / 4;
+#pragma unroll
+    for (int first = 0; first < TILES; first += PART) {
+        int repeat[2 * PART], at[2 * PART], last = 0;
+        float2 addend[2 * PART];
+#pragma unroll
+        for (int i = 0; i < 2 * PART; i++) {
+            const int slot = (first + i / 2) * 8 + lane % 4 * 2 + i % 2, j = (first + i / 2) * 4 + i % 2;
+            const Route route = routes[slot];
+            const u32 d = round_bf16x2(product[j], product[j + 2]);
+            repeat[i] = begin <= slot && slot < end ? route.repeat : -1;
+            addend[i] = make_float2(route.weight * low_f32(d), route.weight * high_f32(d));
+            at[i] = route.token * PAIRS + Sums::swizzled(route.token, pair);
+            last = max(last, repeat[i]);
+        }
+        last = __reduce_max_sync(0xFFFFFFFFu, last);
+        if (first == 0) role.await_turn();
 #pragma unroll 1
-    for (int now = 0; now <= last; now++) {
-        float2 sum[2 * TILES];
+        for (int now = 0; now <= last; now++) {
+            float2 sum[2 * PART];
 #pragma unroll
-        for (int i = 0; i < 2 * TILES; i++)
-            if (repeat[i] == now) sum[i] = *at[i];
+            for (int i = 0; i < 2 * PART; i++)
+                if (repeat[i] == now) sum[i] = sums[at[i]];
 #pragma unroll
-        for (int i = 0; i < 2 * TILES; i++)
-            if (repeat[i] == now) *at[i] = make_float2(sum[i].x + addend[i].x, sum[i].y + addend[i].y);
-        __syncwarp();
-    }
-    pass_turn();
-}
-
-// One chunk, by a warpgroup.
-template <int TILES>
-DEVICE void run_chunk(const Chunk& chunk, const Shared& shared, Rings<STAGES>& at, const Head& head, const Sums& sums) {
-    const int warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
-    float sum[4 * TILES] = {}, acc[STAGE_BLOCKS][4 * TILES] = {};
-    const float *column = head.columns + lane % 4 * 2 * PITCH, *stripe = head.stripes + warp * N_BLOCKS;
-    for (int step = 0; step < STEPS; step++, at.mine.advance()) {
-        const u32 a = shared.stages + at.stage() * STAGE_BYTES, b = a + STAGE_BLOCKS * A_BYTES;
-        mbarrier_wait(shared.full + at.stage() * 8, at.mine.parity);
-        wgmma_fence();
-#pragma unroll
-        for (int i = 0; i < STAGE_BLOCKS; i++) multiply_block<TILES, STAGE_BLOCKS>(acc[i], a + i * A_BYTES, b + i * TILE);
-        wgmma_commit();
-#pragma unroll
-        for (int i = 0; i < STAGE_BLOCKS; i++) wgmma_wait(acc[i]);
-        if (lane == 0) mbarrier_arrive(shared.empty + at.stage() * 8);
-#pragma unroll
-        for (int i = 0; i < STAGE_BLOCKS; i++) {
-            const int nb = step * STAGE_BLOCKS + i;
-#pragma unroll
-            for (int j = 0; j < 4 * TILES; j++)
-                sum[j] = fmaf(column[(j / 4 * 8 + j % 2) * PITCH + nb] * stripe[nb], acc[i][j], sum[j]);
+            for (int i = 0; i < 2 * PART; i++)
+                if (repeat[i] == now) sums[at[i]] = make_float2(sum[i].x + addend[i].x, sum[i].y + addend[i].y);
+            __syncwarp();
         }
     }
-    add<TILES>(sum, head.routes, warp * 16 < ROWS ? chunk.count : 0, sums);
+    role.pass_turn();
 }
 
-// The same with the fewest columns, of 8, 16, 32, that hold the chunk.
-template <int MOST, class... Rest>
-DEVICE void run_chunk_of(const Chunk& chunk, Rest&... rest) {
-    if constexpr (MOST > 1) {
-        if (tiles_of(chunk) <= MOST / 2) return run_chunk_of<MOST / 2>(chunk, rest...);
+// One group, of up to 8 TILES slots, by a warpgroup.
+template <int TILES>
+DEVICE void run_group(const Groups& groups, int g, const Shared& shared, Ring<STAGES>& at, const Head& head, const Role& role,
+                      const Sums& sums) {
+    constexpr int MOST = TILES < 8 ? 16 / TILES : 1, BATCH = STAGE_BLOCKS < MOST ? STAGE_BLOCKS : MOST;  // blocks at a time
+    const int lane = threadIdx.x % 32;
+    const Chunk chunk = groups.chunk(g, role.chunk);
+    const int begin = chunk.first - groups.chunk(g, 0).first, end = begin + chunk.count;
+    float sum[4 * TILES] = {};
+    const float *column = head.columns + lane % 4 * 2 * PITCH, *stripe = head.stripes + threadIdx.x / 32 % 4 * N_BLOCKS;
+    for (int step = 0; step < STEPS; step++, at.advance()) {
+        const u32 a = shared.stage(at), b = a + GROUP * A_BYTES;
+        mbarrier_wait(shared.full + at.stage * 8, at.parity);
+#pragma unroll
+        for (int first = 0; first < STAGE_BLOCKS; first += BATCH) {
+            float acc[BATCH][4 * TILES] = {};
+            wgmma_fence();
+#pragma unroll
+            for (int i = 0; i < BATCH && first + i < STAGE_BLOCKS; i++)
+                wgmma_m64k128_e4m3<TILES>(acc[i], wgmma_operand(a + (first + i) * TILE, EIGHT_ROWS),
+                                          wgmma_operand(b + (first + i) * TILE, EIGHT_ROWS));
+            wgmma_commit();
+#pragma unroll
+            for (int i = 0; i < BATCH; i++) wgmma_wait(acc[i]);
+            if (first + BATCH >= STAGE_BLOCKS && lane == 0) mbarrier_arrive(shared.empty + at.stage * 8);
+#pragma unroll
+            for (int t = 0; t < TILES; t++) {
+                if (GROUP > 1 && TILES > 1 && (t * 8 + 8 <= begin || end <= t * 8)) continue;
+#pragma unroll
+                for (int i = 0; i < BATCH && first + i < STAGE_BLOCKS; i++) {
+                    const int nb = step * STAGE_BLOCKS + first + i;
+#pragma unroll
+                    for (int j = t * 4; j < t * 4 + 4; j++)
+                        sum[j] = fmaf(column[(t * 8 + j % 2) * PITCH + nb] * stripe[nb], acc[i][j], sum[j]);
+                }
+            }
+        }
     }
-    run_chunk<MOST>(chunk, rest...);
+    if (role.adds()) add<TILES>(sum, head.routes, begin, end, role, sums);
+}
+
+// The same with the fewest columns, of 8, 16, 32, 64, that hold the group.
+template <int MOST, class... Rest>
+DEVICE void run_group_of(const Groups& groups, int g, Rest&... rest) {
+    if constexpr (MOST > 1) {
+        if (tiles_of(groups.whole(g)) <= MOST / 2) return run_group_of<MOST / 2>(groups, g, rest...);
+    }
+    run_group<MOST>(groups, g, rest...);
+}
+
+// w_scale [EXPERTS, K / 128, N / 128]
+struct ScalesOfW {
+    const float* w_scale;
+    i64 expert_stride, k_stride, n_stride;
+
+    DEVICE const float* at(int expert, int k, int nb) const {
+        return w_scale + expert * expert_stride + k / BLOCK_K * k_stride + nb * n_stride;
+    }
+};
+
+// Every other group's weights, by one thread.
+DEVICE void load_weights(const Shared& shared, const Groups& groups, int ring, const TensorMap& w_map, int first_column, int passes) {
+    const u64 policy = evict_first();
+    Ring<STAGES> at;
+    for (int pass = 0; pass < passes; pass++) {
+        for (int g = ring; g < groups.count(); g += 2) {
+            for (int step = 0; step < STEPS; step++, at.advance()) {
+                const u32 barrier = shared.full + at.stage * 8;
+                mbarrier_wait(shared.empty + at.stage * 8, at.parity ^ 1);
+#pragma unroll
+                for (int i = 0; i < GROUP; i++) {
+                    const Chunk chunk = groups.chunk(g, i);
+                    mbarrier_arrive_expect(barrier, chunk.count ? A_BYTES : 0);
+                    if (chunk.count)
+                        copy_box_5d(shared.stage(at) + i * A_BYTES, w_map, 0, 0, step * STAGE_BLOCKS,
+                                    (first_column + pass * ROWS) / 8, chunk.expert, barrier, policy);
+                }
+            }
+        }
+    }
+}
+
+// What group g, of these slots, has besides codes, by a warp.
+DEVICE void load_head(Head& to, u32 barrier, const Groups& groups, int g, const Chunk& slots, const float* q_scale,
+                      const Route* routes, const ScalesOfW& scales, int first_column) {
+    const float* columns = q_scale + i64(slots.first) * PITCH;
+    const int lane = threadIdx.x % 32;
+    for (int i = lane * 4; i < slots.count * PITCH; i += 128) cp_async_16(smem_address(to.columns + i), columns + i, true);
+    for (int i = lane; i < slots.count; i += 32) cp_async_8(smem_address(to.routes + i), routes + slots.first + i);
+    for (int i = lane; i < GROUP * STRIPES * N_BLOCKS; i += 32) {
+        const int row = i / N_BLOCKS, k = min(first_column + row % STRIPES * 16, K - 1);
+        cp_async_4(smem_address(to.stripes + i), scales.at(groups.chunk(g, row / STRIPES).expert, k, i % N_BLOCKS));
+    }
+    mbarrier_arrive_after_copies(barrier);
+}
+
+// Every other group's slots, by a warp.
+DEVICE void load_slots_and_heads(const Shared& shared, const Groups& groups, int ring, const TensorMap& q_map, const float* q_scale,
+                                 const Route* routes, const ScalesOfW& scales, int first_column, int passes) {
+    Ring<STAGES> at;
+    Ring<HEADS> head;
+    for (int pass = 0; pass < passes; pass++) {
+        for (int g = ring; g < groups.count(); g += 2, head.advance()) {
+            const Chunk slots = groups.whole(g);
+            mbarrier_wait(shared.head_empty + head.stage * 8, head.parity ^ 1);
+            __syncwarp();
+            load_head(shared.heads[head.stage], shared.head_full + head.stage * 8, groups, g, slots, q_scale, routes, scales,
+                      first_column + pass * ROWS);
+            for (int step = 0; step < STEPS; step++, at.advance()) {
+                if (threadIdx.x % 32) continue;
+                mbarrier_wait(shared.empty + at.stage * 8, at.parity ^ 1);
+                load_slots<STAGE_BLOCKS>(shared.stage(at) + GROUP * A_BYTES, q_map, slots, step * STAGE_BLOCKS,
+                                         shared.full + at.stage * 8);
+            }
+        }
+    }
+    cp_async_wait_all();
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1) moe_down_decode_fp8(
-    const __grid_constant__ TensorMap w_map,    // w [E, N / 128, K, 128] e4m3, boxes of STAGE_BLOCKS by ROWS
+    const __grid_constant__ TensorMap w_map,    // w [E, K / 8, N / 128, 8, 128] e4m3, boxes of ROWS / 8 by STAGE_BLOCKS by 8 rows
     const __grid_constant__ TensorMap q_map,    // q [N / 128, num_slots, 128] e4m3, boxes of STAGE_BLOCKS by 8 slots
     const float* q_scale,           // [num_slots, PITCH]
     const void* topk_ids,           // [M, TOPK] IDS type
@@ -205,88 +318,44 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) moe_down_decode_fp8(
     i64 passes,                     // of a CTA
     float factor) {
     extern __shared__ __align__(1024) u8 smem[];
-    const Shared shared(smem);
-    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, slots = int(num_slots), tokens = slots / TOPK;
-    if (threadIdx.x == 0) prefetch_tensor_map(w_map), prefetch_tensor_map(q_map), shared.init();
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, loader = (warp - CONSUMERS / 32) / 2;
+    const bool loads = warp >= CONSUMERS / 32;
+    const int ring = loads ? warp % 2 : warp / 4, slots = int(num_slots), tokens = slots / TOPK;
+    const Shared shared(smem, ring);
+    if (loads && loader == 0 && lane == 0) prefetch_tensor_map(w_map), prefetch_tensor_map(q_map), shared.init();
     release_successor();
     const int num_chunks = list_chunks<THREADS, EXPERTS, MAX_SLOTS, COLUMNS, IDS, MAP>(
         shared.chunks, topk_ids, slots, expert_map, num_experts, num_local_experts);
-    const auto first_column = [&](int pass) { return (int(blockIdx.x) * int(passes) + pass) * ROWS; };
-    Rings<STAGES> at;
-    Rings<HEADS> head;
+    const Groups groups{shared.chunks, num_chunks};
+    const int first_column = int(blockIdx.x) * int(passes) * ROWS;
 
-    if (warp == CONSUMERS / 32) {  // loads weights
-        if (lane == 0) {
-            const u64 policy = evict_first();
-            for (int pass = 0; pass < passes; pass++) {
-                for (int c = 0; c < num_chunks; c++, at.next_chunk()) {
-                    for (int step = 0; step < STEPS; step++, at.mine.advance()) {
-                        const u32 barrier = shared.full + at.stage() * 8;
-                        mbarrier_wait(shared.empty + at.stage() * 8, at.mine.parity ^ 1);
-                        mbarrier_arrive_expect(barrier, STAGE_BLOCKS * A_BYTES);
-                        copy_box_4d(shared.stages + at.stage() * STAGE_BYTES, w_map, 0, first_column(pass), step * STAGE_BLOCKS,
-                                    shared.chunks[c].expert, barrier, policy);
-                    }
-                }
-            }
-        }
+    if (loads && loader == 0) {
+        if (lane == 0) load_weights(shared, groups, ring, w_map, first_column, int(passes));
         wait_for_predecessor();
         return;
     }
     const Sums sums{shared.sums, sums_memory + i64(blockIdx.x) * max(tokens - SHARED_TOKENS, 0) * PAIRS};
-    if (warp < CONSUMERS / 32) sums.clear(tokens);  // nobody else uses that memory
+    if (!loads) sums.clear(tokens);  // nobody else uses that memory
     wait_for_predecessor();
-    if (warp == CONSUMERS / 32 + 1) {  // loads slots
-        if (lane) return;
-        for (int pass = 0; pass < passes; pass++) {
-            for (int c = 0; c < num_chunks; c++, at.next_chunk()) {
-                for (int step = 0; step < STEPS; step++, at.mine.advance()) {
-                    mbarrier_wait(shared.empty + at.stage() * 8, at.mine.parity ^ 1);
-                    load_slots<STAGE_BLOCKS>(shared.stages + at.stage() * STAGE_BYTES + STAGE_BLOCKS * A_BYTES, q_map,
-                                             shared.chunks[c], step * STAGE_BLOCKS, shared.full + at.stage() * 8);
-                }
-            }
-        }
+    if (loads) {
+        const ScalesOfW scales{w_scale, w_scale_expert_stride, w_scale_k_stride, w_scale_n_stride};
+        load_slots_and_heads(shared, groups, ring, q_map, q_scale, routes, scales, first_column, int(passes));
         return;
     }
-    if (warp == CONSUMERS / 32 + 2) {  // loads heads
-        for (int pass = 0; pass < passes; pass++) {
-            for (int c = 0; c < num_chunks; c++, head.mine.advance(), head.next_chunk()) {
-                const Chunk chunk = shared.chunks[c];
-                const u32 barrier = shared.head_full + head.stage() * 8;
-                Head& to = shared.heads[head.stage()];
-                mbarrier_wait(shared.head_empty + head.stage() * 8, head.mine.parity ^ 1);
-                __syncwarp();
-                if (lane == 0) {
-                    mbarrier_arrive_expect(barrier, chunk.count * PITCH * 4);
-                    bulk_copy(smem_address(to.columns), q_scale + i64(chunk.first) * PITCH, chunk.count * PITCH * 4, barrier);
-                }
-                if (lane < chunk.count) cp_async_8(smem_address(to.routes + lane), routes + chunk.first + lane);
-                for (int i = lane; i < 4 * N_BLOCKS; i += 32) {
-                    const int row = min(first_column(pass) + i / N_BLOCKS * 16, K - 1);
-                    cp_async_4(smem_address(to.stripes + i), w_scale + chunk.expert * w_scale_expert_stride +
-                                                                 row / BLOCK_K * w_scale_k_stride + i % N_BLOCKS * w_scale_n_stride);
-                }
-                mbarrier_arrive_after_copies(barrier);
-            }
-        }
-        cp_async_wait_all();
-        return;
-    }
-    if (warp >= CONSUMERS / 64) pass_turn();  // the first chunk is the first warpgroup's
+    const Role role(warp);
+    Ring<STAGES> at;
+    Ring<HEADS> head;
     for (int pass = 0; pass < passes; pass++) {
         barrier_sync<1, CONSUMERS>();  // all sums are clear
-        for (int c = 0; c < num_chunks; c++, at.next_chunk(), head.next_chunk()) {
-            if (at.warpgroup != warp / 4) continue;
-            const Chunk chunk = shared.chunks[c];
-            mbarrier_wait(shared.head_full + head.stage() * 8, head.mine.parity);
-            run_chunk_of<N_TILES>(chunk, shared, at, shared.heads[head.stage()], sums);
+        if (role.ring == 1 && role.chunk == GROUP - 1) role.pass_turn();  // the first chunk is the first warps'
+        for (int g = ring; g < groups.count(); g += 2, head.advance()) {
+            mbarrier_wait(shared.head_full + head.stage * 8, head.parity);
+            run_group_of<GROUP_TILES>(groups, g, shared, at, shared.heads[head.stage], role, sums);
             __syncwarp();
-            if (lane == 0) mbarrier_arrive(shared.head_empty + head.stage() * 8);
-            head.mine.advance();
+            if (lane == 0 && role.adds()) mbarrier_arrive(shared.head_empty + head.stage * 8);
         }
+        if (ring == groups.count() % 2 && role.chunk == 0) role.await_turn();  // one that no chunk takes
         barrier_sync<1, CONSUMERS>();
-        sums.finish(tokens, first_column(pass), out, out_row_stride, factor);
+        sums.finish(tokens, first_column + pass * ROWS, out, out_row_stride, factor);
     }
-    if (at.warpgroup == warp / 4) await_turn();  // one that no chunk takes
 }

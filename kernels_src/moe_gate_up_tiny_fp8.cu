@@ -125,7 +125,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) moe_gate_up_tiny_fp8(
     if (threadIdx.x == CONSUMERS) {
         for (int s = 0; s < STAGES; s++) {
             mbarrier_init(full + s * 8, 2 + 64);  // of the producers: rows; a lane's scales
-            mbarrier_init(empty + s * 8, WARPS);
+            mbarrier_init(empty + s * 8, WARPS * 32);
         }
         mbarrier_init_fence();
     }
@@ -180,8 +180,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) moe_gate_up_tiny_fp8(
                 for (int j = 0; j < 4; j++)
                     sum[j] = fmaf(scales[j % 2][kb] * at[j / 2].scales[block], part[j], sum[j]);
             }
-            __syncwarp();
-            if (lane_id() == 0) mbarrier_arrive(empty + stage * 8);
+            mbarrier_arrive(empty + stage * 8);
             if (++stage == STAGES) stage = 0, parity ^= 1;
         }
         float4(&parts)[WARPS][32] = shared.parts[turn % 2];

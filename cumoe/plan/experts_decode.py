@@ -69,14 +69,14 @@ class Plan(NamedTuple):
 def regimes(num_experts: int, topk: int, K: int, N: int) -> tuple[Regime, ...]:
     """From few slots to many: up to 8 an expert on average, where weights are most of the work.
 
-    Up to 16 where shared memory holds the sums of all tokens, or nearly: then down is still faster
-    than tiles of 64 slots with a combine behind them, at K=6144; with K=2048 it no longer is
+    Up to 12 where passes of down have more than 16 rows and shared memory holds the sums of all
+    tokens, or nearly: at 16 an expert tiles of 64 slots with a combine behind them are as fast
     (docs/decisions/0003).
     """
-    E = num_experts
+    E, rows = num_experts, down.pass_rows(K)
     few = Regime(E, 1), Regime(4 * E, 2), Regime(8 * E, 4)
-    sums = 16 * E // topk * down.pass_rows(K) * down.SUM_BYTES
-    return (*few, Regime(16 * E, 4)) if sums <= MOST_SUMS_BYTES and N <= MOST_N else few
+    fit = 12 * E // topk * rows * down.SUM_BYTES <= MOST_SUMS_BYTES and N <= MOST_N
+    return (*few, Regime(12 * E, 4)) if fit and rows > down.MIN_ROWS else few
 
 
 @lru_cache(4096)

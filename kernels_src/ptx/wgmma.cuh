@@ -19,7 +19,7 @@ DEVICE void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" :::
 // row t / 32 * 16 + t % 32 / 4 + i / 2 % 2 * 8, column i / 4 * 8 + t % 4 * 2 + i % 2.
 template <bool ADD, int TILES>
 DEVICE void wgmma_m64k32_e4m3(float (&d)[4 * TILES], u64 a, u64 b) {
-    static_assert(TILES == 1 || TILES == 2 || TILES == 4 || TILES == 16, "those that are spelled out");
+    static_assert(TILES == 1 || TILES == 2 || TILES == 4 || TILES == 8 || TILES == 16, "those that are spelled out");
     if constexpr (TILES == 1) {
         asm volatile(
             "{\n.reg .pred p;\nsetp.ne.b32 p, %6, 0;\n"
@@ -44,6 +44,18 @@ DEVICE void wgmma_m64k32_e4m3(float (&d)[4 * TILES], u64 a, u64 b) {
             "%16, %17, p, 1, 1;\n}"
             : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]),
               "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15])
+            : "l"(a), "l"(b), "n"(int(ADD)));
+    } else if constexpr (TILES == 8) {
+        asm volatile(
+            "{\n.reg .pred p;\nsetp.ne.b32 p, %34, 0;\n"
+            "wgmma.mma_async.sync.aligned.m64n64k32.f32.e4m3.e4m3 "
+            "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
+            "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31}, "
+            "%32, %33, p, 1, 1;\n}"
+            : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]),
+              "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]),
+              "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]),
+              "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31])
             : "l"(a), "l"(b), "n"(int(ADD)));
     } else if constexpr (TILES == 16) {
         asm volatile(
