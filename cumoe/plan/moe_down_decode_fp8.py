@@ -35,8 +35,7 @@ MAX_STAGE_BLOCKS = 3
 fewer, since a box takes its time whatever its size."""
 MIN_STAGES, MAX_WEIGHT_BYTES = 2, 96 << 10
 """Stages of a warpgroup: as many as leave room for the sums of all tokens, and of weights in both
-rings
-no more than keeps the memory busy."""
+rings no more than keeps the memory busy."""
 ROW_GROUP = 8
 """Rows that lie together in a stage: a period of the swizzle."""
 SUM_BYTES = 4
