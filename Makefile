@@ -21,4 +21,5 @@ bench:  ## on an H200 with vLLM installed: times beside it, and the comparison b
 	$(PYTHON) -m bench activation --out $(RESULTS)/activation.json --plot $(RESULTS)/activation.png
 	$(PYTHON) -m bench.bitwise --out $(RESULTS)/bitwise.json
 	$(PYTHON) -m bench experts --shape glm-5.3-tp8,glm-5.3-tp4,glm-5.3-flash-tp8,qwen3-next-tp1 --out $(RESULTS)/experts.json
+	$(PYTHON) -m bench vllm --out $(RESULTS)/vllm.json
 	$(PYTHON) -m bench stress --out $(RESULTS)/stress.json
