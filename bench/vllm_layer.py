@@ -40,9 +40,9 @@ def rows(name: str, shape: Shape) -> Iterator[Row]:
         theirs, ours = _arms(shape, layer)
         for m in TOKENS:
             inputs = experts.make_inputs(shape, m, "uniform")
-            calls = [_caller(arm, shape, layer, inputs) for arm in (theirs, ours)]
+            calls = tuple(_caller(arm, shape, layer, inputs) for arm in (theirs, ours))
             key = {"op": OP, "shape": name, "m": m, "vllm_class": theirs.name}
-            yield key | figures(*calls, ours.name)
+            yield key | figures(calls, ours.name)
     del layer, theirs, ours, calls
     torch.cuda.empty_cache()
 
@@ -60,8 +60,12 @@ def _caller(arm: Arm, shape: Shape, layer: Layer, inputs: experts.Inputs) -> Any
     return call
 
 
-def figures(theirs: Any, ours: Any, class_name: str) -> Row:
-    """What is measured of two calls; an error where they are not what they should be."""
+def figures(calls: tuple[Any, ...], class_name: str) -> Row:
+    """What is measured of vLLM's call and ours, whose class of experts is named.
+
+    An error where they are not what they should be.
+    """
+    theirs, ours = calls
     if class_name != OURS:
         return {"error": f"want experts of {OURS}, got {class_name}: not timed"}
     difference = worst_difference(ours(0), theirs(0))

@@ -99,7 +99,7 @@ def untimed(monkeypatch):
 def test_a_layer_is_timed_where_both_arms_compute_the_same(untimed):
     want = torch.tensor([[3.0, 4.0], [0.0, 1.0]])
     got = want + torch.tensor([[0.0, 0.05], [0.0, 0.0]])
-    found = vllm_layer.figures(lambda i: want, lambda i: got, "CumoeExperts")
+    found = vllm_layer.figures((lambda i: want, lambda i: got), "CumoeExperts")
     assert found == {"us_vllm": 30.0, "us_cumoe": 20.0, "ratio": 1.5, "row_difference": 0.01}
 
 
@@ -108,13 +108,13 @@ def test_a_layer_with_one_wrong_token_is_not_timed(untimed, wrong):
     want = torch.ones(8, 4)
     got = want.clone()
     got[5] *= wrong
-    found = vllm_layer.figures(lambda i: want, lambda i: got, "CumoeExperts")
+    found = vllm_layer.figures((lambda i: want, lambda i: got), "CumoeExperts")
     assert "not timed" in found["error"]
 
 
 def test_an_arm_that_is_not_ours_is_not_timed(untimed):
     same = torch.ones(1, 4)
-    found = vllm_layer.figures(lambda i: same, lambda i: same, "TritonExperts")
+    found = vllm_layer.figures((lambda i: same, lambda i: same), "TritonExperts")
     assert found == {"error": "want experts of CumoeExperts, got TritonExperts: not timed"}
 
 
