@@ -16,6 +16,7 @@ gpu:  ## on an H200: the GPU suite and its record, the demo, the sanitizers
 	$(PYTHON) -m cumoe demo | tee $(RESULTS)/demo.txt
 	$(PYTHON) -m bench.sanitize --out $(RESULTS)/sanitizer.json
 	$(PYTHON) -m bench coldstart --out $(RESULTS)/coldstart.json
+	$(PYTHON) -m bench host --out $(RESULTS)/host.json
 
 bench:  ## on an H200 with vLLM installed: times beside it, and the comparison byte for byte
 	$(PYTHON) -m bench activation --out $(RESULTS)/activation.json --plot $(RESULTS)/activation.png
