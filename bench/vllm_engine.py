@@ -13,7 +13,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from importlib import metadata
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -76,8 +76,9 @@ class Engine:
         """The answer to these prompts: see `serve`."""
         assert self.process.stdin
         ask = {"prompts": tokens, "count": count, "logprobs": logprobs}
-        self.process.stdin.write(json.dumps(ask) + "\n")
-        self.process.stdin.flush()
+        with suppress(BrokenPipeError):  # told below, with the log
+            self.process.stdin.write(json.dumps(ask) + "\n")
+            self.process.stdin.flush()
         return self.answer(ANSWER_S)
 
     def answer(self, seconds: float) -> Any:
@@ -108,7 +109,8 @@ def _engine(folder: Path, with_plugin: bool) -> Iterator[Engine]:
         yield engine
     finally:
         assert process.stdin
-        process.stdin.close()
+        with suppress(BrokenPipeError):
+            process.stdin.close()
         try:
             process.wait(30)
         except subprocess.TimeoutExpired:

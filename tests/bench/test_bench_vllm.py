@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import subprocess
 import sys
+from contextlib import suppress
 from importlib import metadata
 from types import SimpleNamespace
 
@@ -103,6 +104,12 @@ def test_a_layer_is_timed_where_both_arms_compute_the_same(untimed):
     assert found == {"us_vllm": 30.0, "us_cumoe": 20.0, "ratio": 1.5, "row_difference": 0.01}
 
 
+def test_results_in_a_workspace_that_both_arms_share_are_told_apart(untimed):
+    shared = torch.zeros(2, 4)
+    calls = [lambda i, v=value: shared.fill_(v) for value in (1.0, 3.0)]
+    assert "not timed" in vllm_layer.figures(tuple(calls), "CumoeExperts")["error"]
+
+
 @pytest.mark.parametrize("wrong", [0.0, float("nan"), -1.0])
 def test_a_layer_with_one_wrong_token_is_not_timed(untimed, wrong):
     want = torch.ones(8, 4)
@@ -195,6 +202,16 @@ def test_an_engine_that_ends_or_hangs_is_told_with_its_log(tmp_path, code):
     with pytest.raises(SystemExit, match="the engine ended early:\nlast words"):
         engine.answer(0.2)
     engine.process.communicate()
+
+
+def test_an_engine_that_died_between_two_questions_is_told(tmp_path):
+    engine = child("", tmp_path)
+    engine.process.wait()
+    with pytest.raises(SystemExit, match="the engine ended early"):
+        engine.generate([[1]], 1)
+    engine.process.stdout.close()
+    with suppress(BrokenPipeError):
+        engine.process.stdin.close()
 
 
 def test_what_an_engine_answers(monkeypatch):
