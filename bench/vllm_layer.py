@@ -121,7 +121,7 @@ def _arm(shape: Shape, layer: Layer) -> Arm:
     moe = config.FusedMoEConfig(
         num_experts=shape.E, experts_per_token=shape.topk, hidden_dim=shape.K,
         intermediate_size=shape.N, num_local_experts=len(layer.w1), num_logical_experts=shape.E,
-        activation=MoEActivation.SILU, device="cuda",
+        activation=MoEActivation.SILU, device=layer.w1.device.type,
         routing_method=config.RoutingMethodType.TopK,
         moe_parallel_config=config.FusedMoEParallelConfig.make_no_parallel(),
         in_dtype=torch.bfloat16, max_num_tokens=8192, swiglu_limit=shape.limit,
