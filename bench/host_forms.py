@@ -149,7 +149,7 @@ def _outputs(op: str, results: Any) -> dict[str, Any]:
 
     if op != EXPERTS:
         return {"out": results[0].view(torch.uint8), "out_scale": results[1]}
-    workspace = torch.empty(1 << 22, dtype=torch.uint8, device=results.device)
+    workspace = torch.empty(1 << 25, dtype=torch.uint8, device=results.device)
     return {"out": results, "workspace": workspace}
 
 
