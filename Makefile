@@ -16,9 +16,11 @@ gpu:  ## on an H200: the GPU suite and its record, the demo, the sanitizers
 	$(PYTHON) -m cumoe demo | tee $(RESULTS)/demo.txt
 	$(PYTHON) -m bench.sanitize --out $(RESULTS)/sanitizer.json
 	$(PYTHON) -m bench coldstart --out $(RESULTS)/coldstart.json
+	$(PYTHON) -m bench host --out $(RESULTS)/host.json
 
 bench:  ## on an H200 with vLLM installed: times beside it, and the comparison byte for byte
 	$(PYTHON) -m bench activation --out $(RESULTS)/activation.json --plot $(RESULTS)/activation.png
 	$(PYTHON) -m bench.bitwise --out $(RESULTS)/bitwise.json
 	$(PYTHON) -m bench experts --shape glm-5.3-tp8,glm-5.3-tp4,glm-5.3-flash-tp8,qwen3-next-tp1 --out $(RESULTS)/experts.json
+	$(PYTHON) -m bench vllm --out $(RESULTS)/vllm.json
 	$(PYTHON) -m bench stress --out $(RESULTS)/stress.json

@@ -3,6 +3,8 @@
 activation  activation and quantization, and the quantizer
 experts     the experts of a layer
 stress      the experts of eight layers that hold every pair of sizes, routings and clamps
+host        the host's time of eager calls, in each framework
+vllm        a layer and an engine of vLLM with the plugin and without it
 coldstart   how long a worker's first call takes
 plot        the PNG of a JSON file
 """
@@ -12,6 +14,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable, Iterable, Sequence
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -22,10 +25,9 @@ from bench.record import Record, Row, name_of, read
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one of them; 1 where a result was wrong and therefore not timed."""
     words = list(sys.argv[1:] if argv is None else argv)
-    if words[:1] == ["coldstart"]:
-        from bench import coldstart
-
-        return coldstart.main(words[1:])
+    if words[:1] in _WITH_OPTIONS_OF_THEIR_OWN:
+        main_of = import_module(f"bench.{words[0]}").main
+        return int(main_of(words[1:]))
     arguments = parser().parse_args(words)
     if arguments.what == "plot":
         from bench.plot import draw
@@ -53,6 +55,8 @@ def parser() -> argparse.ArgumentParser:
     _add_common(activation, _TOKENS, peers.ACTIVATION, peers.ACTIVATION)
     _add_common(experts, _TOKENS, peers.EXPERTS, peers.EXPERTS)
     _add_common(stress, _TOKENS[:9], peers.EXPERTS, ["vllm-triton"])
+    commands.add_parser("host", help="the host's time of eager calls", add_help=False)
+    commands.add_parser("vllm", help="vLLM with the plugin and without it", add_help=False)
     commands.add_parser("coldstart", help="a worker's first call", add_help=False)
     plot = commands.add_parser("plot", help="the PNG of a JSON file")
     plot.add_argument("file", type=Path)
@@ -79,6 +83,7 @@ def _add_common(
     )
 
 
+_WITH_OPTIONS_OF_THEIR_OWN = (["host"], ["vllm"], ["coldstart"])
 _TOKENS = [1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096]
 _SHAPES = f"{', '.join(shapes.SHAPES)}, or e256-top8-k6144-n256[-limit10][-local32]"
 

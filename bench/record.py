@@ -10,7 +10,7 @@ Row = dict[str, Any]
 
 SAME = ("device", "driver", "nvrtc", "torch", "kernels_digest")
 """What two runs must share for their rows to stand in one file."""
-_IDENTITY = ("op", "shape", "m", "routing", "hidden", "rows", "filter", "scale_format")
+_IDENTITY = ("op", "shape", "m", "routing", "hidden", "rows", "filter", "scale_format", "form")
 
 
 class Record:

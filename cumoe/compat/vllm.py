@@ -22,16 +22,14 @@ ops; what an argument asks for and our ops do not have is an error that names it
 
 from __future__ import annotations
 
-import re
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from math import prod
 from typing import Any
 
 from cumoe.arrays.check import require_ndim, require_same_device
-from cumoe.arrays.exchange import torch_dtype_name, view
-from cumoe.errors import ArgumentError, CumoeError, DTypeError
+from cumoe.arrays.exchange import view
+from cumoe.compat._shared import named, require_e4m3, require_eps
+from cumoe.errors import ArgumentError
 from cumoe.ops import _inputs
 from cumoe.ops.fused_experts_fp8 import fused_experts_fp8
 from cumoe.ops.moe_align_block_size import moe_align_block_size as _align
@@ -54,7 +52,7 @@ def fused_experts(
     config = _block_fp8(quant_config)
     _require_activation(activation, *(config[f"swiglu_{n}"] for n in ("limit", "alpha", "beta")))
     theirs = {ours: f"quant_config.{name}" for ours, name in _FIELDS.items()}
-    with _named(x="hidden_states", num_experts="global_num_experts", **theirs):
+    with named(x="hidden_states", num_experts="global_num_experts", **theirs):
         return fused_experts_fp8(
             hidden_states, w1, w2, topk_weights, topk_ids, scale_format=_scale_format(None),
             num_experts=None if global_num_experts == -1 else global_num_experts,
@@ -96,14 +94,14 @@ def per_token_group_quant_fp8(
 
     Column-major scales are of a matrix x; tma_aligned_scales without them means nothing.
     """
-    _require_eps(eps)
+    require_eps(eps)
     if dtype is not None:
-        _require_e4m3(dtype, "dtype")
+        require_e4m3(dtype, "dtype")
     is_aligned, layout = _inputs.truth(tma_aligned_scales, "tma_aligned_scales"), "row"
     if _inputs.truth(column_major_scales, "column_major_scales"):
         require_ndim(view(x, "x").facts, "x", 2, "[M, K] for column_major_scales")
         layout = "tma" if is_aligned else "column"
-    with _named(out="out_q"):
+    with named(out="out_q"):
         q, scale = _quantize(
             x, group_size, scale_format=_scale_format(use_ue8m0), scale_layout=layout, out=out_q
         )
@@ -114,10 +112,10 @@ def per_token_group_quant_fp8_packed_for_deepgemm(
     x: Any, group_size: int, eps: float = 1e-10, use_ue8m0: bool | None = None, out_q: Any = None,
 ) -> tuple[Any, Any]:  # fmt: skip
     """`cumoe.per_token_group_quant_fp8` with "packed" scales: [M, ceil(K / 512)] int32."""
-    _require_eps(eps)
+    require_eps(eps)
     if use_ue8m0 is not None and not _inputs.truth(use_ue8m0, "use_ue8m0"):
         raise ArgumentError("use_ue8m0: want True or None for packed scales, got False; pass True")
-    with _named(out="out_q"):
+    with named(out="out_q"):
         return _quantize(x, group_size, scale_format="ue8m0", scale_layout="packed", out=out_q)
 
 
@@ -127,7 +125,7 @@ def silu_and_mul_per_block_quant(
     beta: float = 0.0,
 ) -> tuple[Any, Any]:  # fmt: skip
     """`cumoe.silu_and_mul_quant_fp8`; scales [M, H / 128] fp32, transposed with strides (1, M)."""
-    _require_e4m3(quant_dtype, "quant_dtype")
+    require_e4m3(quant_dtype, "quant_dtype")
     if scale_ub is not None:
         got = type(scale_ub).__name__
         raise ArgumentError(f"scale_ub: want None, scales have no bound, got {got}; leave it out")
@@ -141,9 +139,9 @@ def silu_mul_per_token_group_quant_fp8_colmajor(
     beta: float = 0.0,
 ) -> tuple[Any, Any]:  # fmt: skip
     """`cumoe.silu_and_mul_quant_fp8`, scales [M, H / 128] fp32 with strides (1, M); M is any."""
-    _require_eps(eps)
+    require_eps(eps)
     fmt = _scale_format(use_ue8m0)
-    with _named(out="output"):
+    with named(out="output"):
         return _silu(input, group_size, fmt, "column", clamp_limit, alpha, beta, output)
 
 
@@ -152,7 +150,7 @@ def silu_mul_quant_fp8_packed_triton(
     alpha: float = 1.0, beta: float = 0.0,
 ) -> tuple[Any, Any]:  # fmt: skip
     """`cumoe.silu_and_mul_quant_fp8` with "packed" scales: [M, ceil(H / 512)] int32."""
-    with _named(out="output_q"):
+    with named(out="output_q"):
         return _silu(input, group_size, "ue8m0", "packed", clamp_limit, alpha, beta, output_q)
 
 
@@ -161,7 +159,7 @@ def _silu(
     out: Any = None,
 ) -> tuple[Any, Any]:  # fmt: skip
     require_ndim(view(x, "input").facts, "input", 2, "[M, 2H]")
-    with _named(gate_up="input", limit="clamp_limit"):
+    with named(gate_up="input", limit="clamp_limit"):
         return _activate(
             x, limit=limit, alpha=alpha, beta=beta, group_size=group_size, scale_format=fmt,
             scale_layout=layout, out=out,
@@ -182,7 +180,7 @@ _ABSENT = (
 def _block_fp8(config: Any) -> dict[str, Any]:
     """Our arguments of a config; refuses what is not block FP8."""
     for name in ("quant_dtype", "weight_quant_dtype"):
-        _require_e4m3(_field(config, name), f"quant_config.{name}")
+        require_e4m3(_field(config, name), f"quant_config.{name}")
     for name in _ABSENT:
         if (value := _field(config, name)) is not None:
             got = type(value).__name__
@@ -226,24 +224,3 @@ def _scale_format(use_ue8m0: Any) -> str:
         loaded = sys.modules.get("vllm.utils.deep_gemm")
         use_ue8m0 = loaded is not None and bool(loaded.is_deep_gemm_e8m0_used())
     return "ue8m0" if _inputs.truth(use_ue8m0, "use_ue8m0") else "fp32"
-
-
-def _require_eps(eps: Any) -> None:
-    if _inputs.number(eps, "eps") != 1e-10:
-        raise ArgumentError(f"eps: want 1e-10, which the kernels hold, got {eps!r}; leave it out")
-
-
-def _require_e4m3(dtype: Any, name: str) -> None:
-    if torch_dtype_name(dtype) != "e4m3":
-        raise DTypeError(f"{name}: want torch.float8_e4m3fn, got {dtype}; pass that one")
-
-
-@contextmanager
-def _named(**theirs: str) -> Iterator[None]:
-    """Messages of our errors name arguments as vLLM does."""
-    try:
-        yield
-    except CumoeError as error:
-        ours = rf"(?<![\w.])({'|'.join(theirs)})(?=[:.]| is\b|$)"
-        error.args = (re.sub(ours, lambda m: theirs[m[1]], str(error)),)
-        raise

@@ -14,6 +14,7 @@ from torch.library import opcheck
 
 import cumoe
 from cumoe import ArgumentError, CumoeError, DeviceMismatchError, DTypeError
+from cumoe.ops import _experts_inputs
 from tests.helpers import child
 from tests.helpers.backends import TorchBackend
 from tests.helpers.calls import RIGHT_ARGUMENTS, placed
@@ -30,30 +31,36 @@ from tests.helpers.torch_ops import (
 )
 from tests.ops.test_ops_errors import REFUSALS
 
-QUANTIZER = 'Tensor x, int group_size=128, *, str scale_format="fp32", str scale_layout="row"'
+QUANTIZER = 'int group_size=128, *, str scale_format="fp32", str scale_layout="row"'
 ACTIVATION = (
-    "Tensor gate_up, *, float? limit=None, float alpha=1., float beta=0., int group_size=128, "
+    "float? limit=None, float alpha=1., float beta=0., int group_size=128, "
     'str scale_format="fp32", str scale_layout="row", Tensor? topk_ids=None, '
     "Tensor? expert_map=None, int? num_experts=None"
 )
+LAYER = (
+    "Tensor x, Tensor w1, Tensor w2, Tensor topk_weights, Tensor topk_ids, Tensor w1_scale, "
+    "Tensor w2_scale"
+)
 EXPERTS = (
-    "Tensor x, Tensor w1, Tensor w2, Tensor topk_weights, Tensor topk_ids, *, Tensor w1_scale, "
-    'Tensor w2_scale, int[] block_shape=128, str scale_format="fp32", float? swiglu_limit=None, '
+    'int[] block_shape=128, str scale_format="fp32", float? swiglu_limit=None, '
     "float swiglu_alpha=1., float swiglu_beta=0., int? num_experts=None, Tensor? expert_map=None, "
     "bool apply_router_weight_on_input=False, float routed_scaling_factor=1., "
     "int? max_workspace_bytes=None"
 )
+OUTPUTS = "Tensor(a!) out, Tensor(b!) out_scale"
 SCHEMAS = {
-    "quantizer": f"({QUANTIZER}) -> (Tensor, Tensor)",
-    "quantizer_out": f"({QUANTIZER}, Tensor(a!) out, Tensor(b!) out_scale) -> ()",
-    "activation": f"({ACTIVATION}) -> (Tensor, Tensor)",
-    "activation_out": f"({ACTIVATION}, Tensor(a!) out, Tensor(b!) out_scale) -> ()",
+    "quantizer": f"(Tensor x, {QUANTIZER}) -> (Tensor, Tensor)",
+    "quantizer_out": f"(Tensor x, {OUTPUTS}, {QUANTIZER}) -> ()",
+    "activation": f"(Tensor gate_up, *, {ACTIVATION}) -> (Tensor, Tensor)",
+    "activation_out": f"(Tensor gate_up, {OUTPUTS}, *, {ACTIVATION}) -> ()",
     "sort": "(Tensor topk_ids, int block_size, int num_experts, Tensor? expert_map=None)"
     " -> (Tensor, Tensor, Tensor)",
-    "experts": f"({EXPERTS}) -> Tensor",
-    "experts_out": f"({EXPERTS}, Tensor(a!) out, Tensor(b!)? workspace=None) -> ()",
-    "experts_workspace": f"({EXPERTS}, Tensor(a!) workspace) -> Tensor",
+    "experts": f"({LAYER}, *, {EXPERTS}) -> Tensor",
+    "experts_out": f"({LAYER}, Tensor(a!) out, Tensor(b!)? workspace=None, *, {EXPERTS}) -> ()",
+    "experts_workspace": f"({LAYER}, Tensor(a!) workspace, *, {EXPERTS}) -> Tensor",
 }
+POSITIONAL = ("w1_scale", "w2_scale", "out", "out_scale", "workspace")
+"""By name only in the function; here by position too, which takes less time."""
 
 
 @pytest.mark.parametrize("name", FORMS)
@@ -61,6 +68,32 @@ def test_the_schema_is(name):
     overload, _ = form(name)
     assert str(overload._schema).partition("(")[2] == SCHEMAS[name].removeprefix("(")
     assert set(overload.tags) == {torch.Tag.needs_exact_strides, torch.Tag.pt2_compliant_tag}
+
+
+ARRAYS = {
+    "quantizer_out": ("x", "out", "out_scale"),
+    "activation_out": ("gate_up", "out", "out_scale"),
+    "experts": (*_experts_inputs.ARRAYS[:7],),
+    "experts_out": (*_experts_inputs.ARRAYS[:7], "out"),
+    "experts_workspace": (*_experts_inputs.ARRAYS[:7], "workspace"),
+}
+"""What may come by position, in this order."""
+
+
+@pytest.mark.parametrize("name", ARRAYS)
+def test_arrays_that_a_call_must_have_come_by_position_or_by_name(name):
+    (overload, by_name), (_, given) = form(name), form(name)
+    want = outcome(by_name, overload(**by_name))
+    arrays = [given.pop(n) for n in ARRAYS[name]]
+    result = overload(*arrays, **given)
+    require_same(outcome(dict(zip(ARRAYS[name], arrays, strict=True)), result), want)
+    mode = FakeTensorMode()
+    fakes = [mode.from_tensor(a) for a in arrays]
+    given = {k: mode.from_tensor(v) if torch.is_tensor(v) else v for k, v in given.items()}
+    assert (overload(*fakes, **given) is None) == (overload._overloadname == "out")
+    last = ARRAYS[name][-1]
+    with pytest.raises(CumoeError, match=rf"^{last}: "):
+        overload(*fakes[:-1], fakes[-1].double(), **given)
 
 
 def test_all_overloads_are_among_the_forms():
@@ -77,7 +110,8 @@ def test_the_overloads_have_the_arguments_of_the_function_and_its_defaults(op):
     assert set(named) == set(parameters)
     for name, argument in named.items():
         wanted = parameters[name]
-        assert argument.kwarg_only == (wanted.kind is inspect.Parameter.KEYWORD_ONLY), name
+        is_by_name = wanted.kind is inspect.Parameter.KEYWORD_ONLY
+        assert argument.kwarg_only == (is_by_name and name not in POSITIONAL), name
         if wanted.default is inspect.Parameter.empty or "out" in name or name == "workspace":
             continue  # an overload wants its outputs
         value = argument.default_value

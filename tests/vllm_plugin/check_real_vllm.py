@@ -18,6 +18,8 @@ import pytest
 import torch
 
 import cumoe
+from bench import experts as bench_experts
+from bench import shapes, vllm_layer
 from cumoe import vllm_plugin
 from cumoe.vllm_plugin import experts
 from tests.helpers import cases
@@ -148,3 +150,17 @@ def test_the_engines_arguments_build_ahead(monkeypatch):
     monkeypatch.setattr(ahead, "prebuild_model", asked.append)
     assert arguments.AsyncEngineArgs.create_engine_config(SimpleNamespace()) is made
     assert asked == [made]
+
+
+@pytest.mark.parametrize("limit", ["", "-limit10"])
+def test_the_arms_of_the_benchmark(limit):
+    shape = shapes.shape(f"e16-top2-k256-n128{limit}")
+    layer = bench_experts.make_layer(shape, "cpu")
+    before = oracle.backend_to_kernel_cls, oracle._get_priority_backends
+    theirs, ours = vllm_layer._arms(shape, layer)
+    assert (oracle.backend_to_kernel_cls, oracle._get_priority_backends) == before
+    assert (ours.name, theirs.name != ours.name) == (vllm_layer.OURS, True)
+    inputs = bench_experts.make_inputs(shape, 5, "uniform", "cpu")
+    got = vllm_layer._caller(ours, shape, layer, inputs)(3)
+    want = bench_experts.caller(shape, layer, inputs, "fp32")(3)
+    require_same((got,), (want,))
