@@ -87,7 +87,7 @@ struct Shared {
     }
     DEVICE void init() const {
         for (int s = 0; s < STAGES; s++) mbarrier_init(full + s * 8, GROUP + 1), mbarrier_init(empty + s * 8, 4);
-        for (int s = 0; s < HEADS; s++) mbarrier_init(head_full + s * 8, 32), mbarrier_init(head_empty + s * 8, GROUP * STRIPES);
+        for (int s = 0; s < HEADS; s++) mbarrier_init(head_full + s * 8, 32), mbarrier_init(head_empty + s * 8, GROUP * STRIPES * 32);
         mbarrier_init_fence();
     }
     DEVICE u32 stage(const Ring<STAGES>& at) const { return stages + at.stage * STAGE_BYTES; }
@@ -128,18 +128,31 @@ struct Sums {
     }
 };
 
-// What a warp multiplies: 16 rows of one chunk of each of its warpgroup's groups, or nothing.
+// What a warp multiplies: 16 rows of one chunk of each of its warpgroup's groups, or nothing. The warps of a
+// stripe add in turns, chunk by chunk; `place` is theirs in a cycle of both warpgroups. Who has added tells all
+// others, so that a turn comes when all have had theirs: to be told by the one before would be enough, but
+// racecheck knows no order that two barriers make together.
 struct Role {
+    static constexpr int CYCLE = 2 * GROUP;
     int ring, chunk, stripe;
 
     DEVICE explicit Role(int warp) : ring(warp / 4), chunk(warp % 4 / STRIPES), stripe(warp % 4 % STRIPES) {}
-    DEVICE bool adds() const { return chunk < GROUP; }
-    // The warps of a stripe add in turns, chunk by chunk. A turn that is passed is awaited.
-    DEVICE void await_turn() const { barrier_sync_of<64>(2 + ring * 4 + chunk * STRIPES + stripe); }
-    DEVICE void pass_turn() const {
-        const bool last = chunk == GROUP - 1;
-        barrier_arrive_of<64>(2 + (last ? ring ^ 1 : ring) * 4 + (last ? 0 : chunk + 1) * STRIPES + stripe);
+    DEVICE bool adds() const { return GROUP * STRIPES == 4 || chunk < GROUP; }
+    DEVICE int place() const { return ring * GROUP + chunk; }
+    DEVICE void tell(int place) const { barrier_arrive_of<32 * CYCLE>(barrier_of(place)); }
+    DEVICE void begin() const {  // as if a cycle were over
+        for (int p = 0; p < place(); p++) tell(p);
     }
+    DEVICE void await_turn() const { barrier_sync_of<32 * CYCLE>(barrier_of(place())); }
+    DEVICE void pass_turn() const {
+#pragma unroll
+        for (int i = 1; i < CYCLE; i++) tell((place() + i) % CYCLE);
+    }
+    DEVICE void end() const {  // no barrier is left in use
+        for (int p = place() + 1; p < CYCLE; p++) tell(p);
+        await_turn();
+    }
+    DEVICE int barrier_of(int place) const { return 2 + place * STRIPES + stripe; }
 };
 
 // Adds the products of a chunk, the columns from `begin` to `end`, to the sums of its tokens, when it is this
@@ -206,7 +219,7 @@ DEVICE void run_group(const Groups& groups, int g, const Shared& shared, Ring<ST
             if (first + BATCH >= STAGE_BLOCKS && lane == 0) mbarrier_arrive(shared.empty + at.stage * 8);
 #pragma unroll
             for (int t = 0; t < TILES; t++) {
-                if (GROUP > 1 && TILES > 1 && (t * 8 + 8 <= begin || end <= t * 8)) continue;
+                if (!role.adds() || GROUP > 1 && TILES > 1 && (t * 8 + 8 <= begin || end <= t * 8)) continue;
 #pragma unroll
                 for (int i = 0; i < BATCH && first + i < STAGE_BLOCKS; i++) {
                     const int nb = step * STAGE_BLOCKS + first + i;
@@ -345,17 +358,17 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) moe_down_decode_fp8(
     const Role role(warp);
     Ring<STAGES> at;
     Ring<HEADS> head;
+    if (role.adds()) role.begin();
     for (int pass = 0; pass < passes; pass++) {
         barrier_sync<1, CONSUMERS>();  // all sums are clear
-        if (role.ring == 1 && role.chunk == GROUP - 1) role.pass_turn();  // the first chunk is the first warps'
         for (int g = ring; g < groups.count(); g += 2, head.advance()) {
             mbarrier_wait(shared.head_full + head.stage * 8, head.parity);
             run_group_of<GROUP_TILES>(groups, g, shared, at, shared.heads[head.stage], role, sums);
-            __syncwarp();
-            if (lane == 0 && role.adds()) mbarrier_arrive(shared.head_empty + head.stage * 8);
+            if (role.adds()) mbarrier_arrive(shared.head_empty + head.stage * 8);
         }
-        if (ring == groups.count() % 2 && role.chunk == 0) role.await_turn();  // one that no chunk takes
+        if (ring == 1 && groups.count() % 2 && role.adds()) role.await_turn(), role.pass_turn();  // the cycle is whole
         barrier_sync<1, CONSUMERS>();
         sums.finish(tokens, first_column + pass * ROWS, out, out_row_stride, factor);
     }
+    if (role.adds()) role.end();
 }
