@@ -116,7 +116,8 @@ EXPERTS = (
     Experts(16, 8, 16, 2304, 512, local=8, limit=7.1, alpha=1.7, scale_format="ue8m0"),
     Experts(6, 8, 8, 6144, 256),  # 48 rows of w2 a pass
     Experts(12, 1, 8, 640, 256, on_input=True),
-    Experts(250, 8, 256, 2304, 256, local=8),  # more slots than shared memory has room for
+    Experts(250, 8, 256, 2304, 256, local=8),  # rings are used again; tokens with an expert twice
+    Experts(1100, 1, 256, 2304, 256, local=8),  # more tokens than shared memory has room for
     # Many tokens.
     Experts(19, 3, 4, 256, 128),
     Experts(70, 2, 4, 128, 128),  # one 128-block, fewer than stages; half of a tile outside

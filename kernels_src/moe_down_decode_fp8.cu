@@ -152,6 +152,8 @@ struct Role {
         for (int p = place() + 1; p < CYCLE; p++) tell(p);
         await_turn();
     }
+    // The lanes of the warp whose turn it is. __syncwarp would do, of which the compiler leaves nothing to see.
+    DEVICE void sync() const { barrier_sync_of<32>(10 + stripe); }
     DEVICE int barrier_of(int place) const { return 2 + place * STRIPES + stripe; }
 };
 
@@ -176,9 +178,10 @@ DEVICE void add(const float (&product)[4 * TILES], const Route* routes, int begi
             last = max(last, repeat[i]);
         }
         last = __reduce_max_sync(0xFFFFFFFFu, last);
-        if (first == 0) role.await_turn();
+        first ? role.sync() : role.await_turn();
 #pragma unroll 1
         for (int now = 0; now <= last; now++) {
+            if (now) role.sync();
             float2 sum[2 * PART];
 #pragma unroll
             for (int i = 0; i < 2 * PART; i++)
@@ -186,7 +189,6 @@ DEVICE void add(const float (&product)[4 * TILES], const Route* routes, int begi
 #pragma unroll
             for (int i = 0; i < 2 * PART; i++)
                 if (repeat[i] == now) sums[at[i]] = make_float2(sum[i].x + addend[i].x, sum[i].y + addend[i].y);
-            __syncwarp();
         }
     }
     role.pass_turn();

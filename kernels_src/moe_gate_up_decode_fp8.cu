@@ -78,8 +78,8 @@ struct Shared {
     }
     DEVICE void init() const {
         for (int s = 0; s < STAGES; s++) mbarrier_init(full + s * 8, 2), mbarrier_init(empty + s * 8, CONSUMERS / 32);
-        for (int s = 0; s < HEADS; s++) mbarrier_init(head_full + s * 8, 1 + 32), mbarrier_init(head_empty + s * 8, CONSUMERS / 32);
-        for (int s = 0; s < QUEUE; s++) mbarrier_init(queue_full + s * 8, 1), mbarrier_init(queue_empty + s * 8, 2 + CONSUMERS / 32);
+        for (int s = 0; s < HEADS; s++) mbarrier_init(head_full + s * 8, 1 + 32), mbarrier_init(head_empty + s * 8, CONSUMERS);
+        for (int s = 0; s < QUEUE; s++) mbarrier_init(queue_full + s * 8, 1), mbarrier_init(queue_empty + s * 8, 1 + 32 + CONSUMERS);
         mbarrier_init_fence();
     }
     DEVICE u32 stage(int s) const { return stages + s * STAGE_BYTES; }
@@ -251,9 +251,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) moe_gate_up_decode_fp8(
                 cp_async_4(to + (COLUMNS * PITCH + K_BLOCKS + kb) * 4, up + kb * w_scale_k_stride);
             }
             mbarrier_arrive_after_copies(barrier);
-            __syncwarp();
-            if (lane == 0) mbarrier_arrive(shared.queue_empty + turn.stage * 8);
-            turn.advance();
+            shared.item_done(turn);
         }
         cp_async_wait_all();
         return;
@@ -267,8 +265,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) moe_gate_up_decode_fp8(
         float4* exchange = shared.exchange + buffer * N_TILES * 128;
         mbarrier_wait(shared.head_full + head.stage * 8, head.parity);
         run_item_of<N_TILES>(chunk, shared, at, scales, exchange, item, y, swiglu);
-        __syncwarp();
-        if (lane == 0) mbarrier_arrive(shared.head_empty + head.stage * 8), mbarrier_arrive(shared.queue_empty + turn.stage * 8);
-        turn.advance();
+        mbarrier_arrive(shared.head_empty + head.stage * 8);
+        shared.item_done(turn);
     }
 }

@@ -143,10 +143,10 @@ class Soak:
                 self._arguments(framework, case)
         machine.synchronize()
 
-    def run(self, steps: int) -> None:
-        """So many steps more."""
+    def run(self, steps: int, captures: bool = True) -> None:
+        """So many steps more, with new graphs or those that there are."""
         for i in range(steps):
-            if i % EPOCH == 0:
+            if captures and i % EPOCH == 0:
                 self._capture()
             self._churn()
             step = self._next()

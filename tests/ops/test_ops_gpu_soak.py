@@ -17,6 +17,9 @@ from tests.helpers.soak import Gpu, Soak, kinds, resident_bytes, slope
 pytestmark = pytest.mark.gpu
 
 WARM_UP, CALLS, SAMPLED = 2_000, 10_000, 500
+CAPTURES_END = 2_500
+"""Until then graphs are captured: each leaves some 60 KB with the process (torch 2.11), replays and
+calls leave nothing."""
 THOUSAND = 1_000
 MAX_HOST_RATIO = 1.3
 MAX_RESIDENT_SLOPE = 1 << 10
@@ -44,14 +47,14 @@ def test_ten_thousand_calls(pool):
     start = at_rest(soak)
     soak.host_us.clear()
     resident: list[float] = []
-    for _ in range(CALLS // SAMPLED):
-        soak.run(SAMPLED)
+    for done in range(0, CALLS, SAMPLED):
+        soak.run(SAMPLED, captures=done < CAPTURES_END)
         resident.append(resident_bytes())
     assert soak.mismatches() == 0
     assert set(soak.seen) == set(kinds(soak))
     assert at_rest(soak) == start
     assert len(soak.host_us) == CALLS
-    assert slope(resident[len(resident) // 4 :]) / SAMPLED < MAX_RESIDENT_SLOPE, resident
+    assert slope(resident[CAPTURES_END // SAMPLED :]) / SAMPLED < MAX_RESIDENT_SLOPE, resident
     first, last = soak.host_us[:THOUSAND], soak.host_us[-THOUSAND:]
     assert median(last) < MAX_HOST_RATIO * median(first), (median(first), median(last))
 
