@@ -26,8 +26,6 @@ MOST_SLOTS = 0xFFFF
 """Exclusive: places and experts are 16-bit numbers."""
 MOST_TOPK = 32
 """Slots of a token that a thread keeps in registers."""
-MOST_SUMS_BYTES, MOST_N = 96 << 10, 512
-"""Beside the shortest rings of down, whose heads grow with N."""
 
 
 class Regime(NamedTuple):
@@ -66,17 +64,10 @@ class Plan(NamedTuple):
         return (self.permute, self.gate_up, self.quantize_y, self.down.step)
 
 
-def regimes(num_experts: int, topk: int, K: int, N: int) -> tuple[Regime, ...]:
-    """From few slots to many: up to 8 an expert on average, where weights are most of the work.
-
-    Up to 12 where passes of down have more than 16 rows and shared memory holds the sums of all
-    tokens, or nearly: at 16 an expert tiles of 64 slots with a combine behind them are as fast
-    (docs/decisions/0003).
-    """
-    E, rows = num_experts, down.pass_rows(K)
-    few = Regime(E, 1), Regime(4 * E, 2), Regime(8 * E, 4)
-    fit = 12 * E // topk * rows * down.SUM_BYTES <= MOST_SUMS_BYTES and N <= MOST_N
-    return (*few, Regime(12 * E, 4)) if fit and rows > down.MIN_ROWS else few
+def regimes(num_experts: int) -> tuple[Regime, ...]:
+    """From few slots to many: up to 8 an expert on average, where weights are most of the work."""
+    E = num_experts
+    return Regime(E, 1), Regime(4 * E, 2), Regime(8 * E, 4)
 
 
 @lru_cache(4096)
@@ -84,7 +75,7 @@ def plan(problem: Problem, device: DeviceInfo) -> Plan | None:
     """The whole call; None where it has too many tokens or the GPU lacks what the kernels need."""
     p = problem
     slots = (p.whole_M or p.M) * p.topk
-    all_regimes = regimes(p.num_experts, p.topk, p.K, p.N)
+    all_regimes = regimes(p.num_experts)
     regime = next((r for r in all_regimes if slots <= r.max_slots), None)
     able = has_wgmma(device.arch) and p.weights_mappable and p.num_local_experts < MOST_SLOTS
     if (

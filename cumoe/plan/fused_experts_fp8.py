@@ -143,7 +143,7 @@ def _plan_of_any(problem: Problem, device: DeviceInfo) -> Plan:
 
 def few_tokens(num_experts: int, topk: int, K: int, N: int) -> tuple[int, ...]:
     """The most tokens of each regime of few tokens, where the GPU and the arrays allow it."""
-    regimes = experts_decode.regimes(num_experts, topk, K, N)
+    regimes = experts_decode.regimes(num_experts)
     return (experts_tiny.max_tokens(topk, K, N), *(r.max_slots // topk for r in regimes))
 
 

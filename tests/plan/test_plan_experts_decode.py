@@ -196,16 +196,11 @@ def plans(name: str, device: DeviceInfo = H200) -> Iterator[tuple[int, decode.Pl
 @pytest.mark.parametrize("E", [1, 8, 60, 256, 512])
 @pytest.mark.parametrize("N", [128, 256, 384, 512])
 @pytest.mark.parametrize("K", [512, 2048, 4096, 6144, 8192])
-def test_where_sums_fit_more_tokens_are_few(E, K, N):
-    """Four fifths of the sums are inside at least, whatever part of the experts is local."""
-    for topk in (1, 2, 6, 8, 10, 16):
-        *_, last = decode.regimes(E, topk, K, N)
-        more, rows = last.max_slots == 12 * E, down.pass_rows(K)
-        assert more == (rows > 16 and 12 * E // topk * rows * 4 <= 98_304)
-        assert more or last.max_slots == 8 * E
-        for local in (
-            {1, E // 8, E} - {0} if more and topk <= last.max_slots < decode.MOST_SLOTS else ()
-        ):
+def test_most_sums_are_in_shared_memory(E, K, N):
+    """Whatever part of the experts is local."""
+    for topk in (8, 10, 16):
+        *_, last = decode.regimes(E)
+        for local in {1, E // 8, E} - {0} if topk <= last.max_slots else ():
             problem = problem_of(E, topk, K, N, last.max_slots // topk)
             plan = decode.plan(problem._replace(num_local_experts=local, has_map=True), H200)
             assert plan.down.shared_tokens >= 0.8 * (last.max_slots // topk)
