@@ -372,7 +372,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) moe_down_decode_fp8(
     for (int pass = 0; pass < passes; pass++) {
         barrier_sync<1, CONSUMERS>();  // all sums are clear
         for (int g = ring; g < groups.count(); g += 2, head.advance()) {
-            mbarrier_wait(shared.head_full + head.stage * 8, head.parity);
+            if (role.adds()) mbarrier_wait(shared.head_full + head.stage * 8, head.parity);  // the others free none
             run_group_of<GROUP_TILES>(groups, g, shared, at, shared.heads[head.stage], role, sums);
             if (role.adds()) mbarrier_arrive(shared.head_empty + head.stage * 8);
         }
