@@ -164,8 +164,9 @@ DEVICE void add(const float (&product)[4 * TILES], const Route* routes, int begi
     const int lane = threadIdx.x % 32, pair = role.stripe * 8 + lane / 4;
 #pragma unroll
     for (int first = 0; first < TILES; first += PART) {
+        const int behind = (first + PART) * 8;   // may follow the last of this part
         int at[2 * PART];                        // -1: not this lane's
-        bool repeated = false;
+        bool repeated = PART < TILES && begin < behind && behind < end && routes[behind].repeat;
         float2 addend[2 * PART], sum[2 * PART];
 #pragma unroll
         for (int i = 0; i < 2 * PART; i++) {
