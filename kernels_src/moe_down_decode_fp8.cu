@@ -152,44 +152,53 @@ struct Role {
         for (int p = place() + 1; p < CYCLE; p++) tell(p);
         await_turn();
     }
-    // The lanes of the warp whose turn it is. __syncwarp would do, of which the compiler leaves nothing to see.
-    DEVICE void sync() const { barrier_sync_of<32>(10 + stripe); }
     DEVICE int barrier_of(int place) const { return 2 + place * STRIPES + stripe; }
 };
 
 // Adds the products of a chunk, the columns from `begin` to `end`, to the sums of its tokens, when it is this
-// warp's turn. Slots of one token lie one after the other; another lane may have the next.
+// warp's turn. A token that names the expert twice has two slots here, one after the other, with the same
+// product: whoever has the first adds for all of them, so that no two lanes have a sum in common.
 template <int TILES>
 DEVICE void add(const float (&product)[4 * TILES], const Route* routes, int begin, int end, const Role& role, const Sums& sums) {
     constexpr int PART = TILES < 4 ? TILES : 4;  // what fits into registers
     const int lane = threadIdx.x % 32, pair = role.stripe * 8 + lane / 4;
 #pragma unroll
     for (int first = 0; first < TILES; first += PART) {
-        int repeat[2 * PART], at[2 * PART], last = 0;
-        float2 addend[2 * PART];
+        const int behind = (first + PART) * 8;   // may follow the last of this part
+        int at[2 * PART];                        // -1: not this lane's
+        bool repeated = PART < TILES && begin < behind && behind < end && routes[behind].repeat;
+        float2 addend[2 * PART], sum[2 * PART];
 #pragma unroll
         for (int i = 0; i < 2 * PART; i++) {
             const int slot = (first + i / 2) * 8 + lane % 4 * 2 + i % 2, j = (first + i / 2) * 4 + i % 2;
             const Route route = routes[slot];
+            const bool is_here = begin <= slot && slot < end, leads = slot == begin || route.repeat == 0;
             const u32 d = round_bf16x2(product[j], product[j + 2]);
-            repeat[i] = begin <= slot && slot < end ? route.repeat : -1;
             addend[i] = make_float2(route.weight * low_f32(d), route.weight * high_f32(d));
-            at[i] = route.token * PAIRS + Sums::swizzled(route.token, pair);
-            last = max(last, repeat[i]);
+            at[i] = is_here && leads ? route.token * PAIRS + Sums::swizzled(route.token, pair) : -1;
+            repeated |= is_here && !leads;
         }
-        last = __reduce_max_sync(0xFFFFFFFFu, last);
-        first ? role.sync() : role.await_turn();
-#pragma unroll 1
-        for (int now = 0; now <= last; now++) {
-            if (now) role.sync();
-            float2 sum[2 * PART];
+        repeated = __any_sync(0xFFFFFFFFu, repeated);
+        if (first == 0) role.await_turn();
 #pragma unroll
-            for (int i = 0; i < 2 * PART; i++)
-                if (repeat[i] == now) sum[i] = sums[at[i]];
+        for (int i = 0; i < 2 * PART; i++)
+            if (at[i] >= 0) sum[i] = sums[at[i]];
 #pragma unroll
-            for (int i = 0; i < 2 * PART; i++)
-                if (repeat[i] == now) sums[at[i]] = make_float2(sum[i].x + addend[i].x, sum[i].y + addend[i].y);
+        for (int i = 0; i < 2 * PART; i++) sum[i] = make_float2(sum[i].x + addend[i].x, sum[i].y + addend[i].y);
+        if (repeated) {
+#pragma unroll
+            for (int i = 0; i < 2 * PART; i++) {
+                const int slot = (first + i / 2) * 8 + lane % 4 * 2 + i % 2, j = (first + i / 2) * 4 + i % 2;
+                const u32 d = round_bf16x2(product[j], product[j + 2]);
+                for (int next = slot + 1; at[i] >= 0 && next < end && routes[next].repeat; next++) {
+                    const float weight = routes[next].weight;
+                    sum[i] = make_float2(sum[i].x + weight * low_f32(d), sum[i].y + weight * high_f32(d));
+                }
+            }
         }
+#pragma unroll
+        for (int i = 0; i < 2 * PART; i++)
+            if (at[i] >= 0) sums[at[i]] = sum[i];
     }
     role.pass_turn();
 }
@@ -364,7 +373,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) moe_down_decode_fp8(
     for (int pass = 0; pass < passes; pass++) {
         barrier_sync<1, CONSUMERS>();  // all sums are clear
         for (int g = ring; g < groups.count(); g += 2, head.advance()) {
-            mbarrier_wait(shared.head_full + head.stage * 8, head.parity);
+            if (role.adds()) mbarrier_wait(shared.head_full + head.stage * 8, head.parity);  // the others free none
             run_group_of<GROUP_TILES>(groups, g, shared, at, shared.heads[head.stage], role, sums);
             if (role.adds()) mbarrier_arrive(shared.head_empty + head.stage * 8);
         }
