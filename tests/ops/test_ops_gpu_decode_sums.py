@@ -147,6 +147,22 @@ def test_repeated_experts_equal_the_reference(only_few, name, count):
 
 @pytest.mark.gpu
 @EVERY_CALL
+def test_one_token_names_its_lowest_expert_twice(only_few, name, count):
+    """Wherever its slots lie among the others: twice a quarter, from 0 on, is a half to the bit."""
+    shape = SHAPES[name]
+    rng = np.random.default_rng(count)
+    ids = np.sort(cases.uniform(rng, count, shape.E, shape.topk), axis=1)
+    t = tokens(shape, count, ids)
+    for token in np.unique(np.linspace(0, count - 1, 24).astype(int)):
+        twice = t._replace(ids=t.ids.copy(), weights=t.weights.copy())
+        twice.ids[token, 1], twice.weights[token, :2] = ids[token, 0], 1 / 4
+        once = twice._replace(ids=twice.ids.copy(), weights=twice.weights.copy())
+        once.ids[token, 1], once.weights[token, :2] = -1, 1 / 2
+        assert_bitwise_equal(result(shape, twice)[token], result(shape, once)[token], f"{token}")
+
+
+@pytest.mark.gpu
+@EVERY_CALL
 @pytest.mark.parametrize("routing", ["repeated", "uniform"])
 def test_a_tokens_bytes_do_not_depend_on_its_neighbours(only_few, name, count, routing):
     """At other places, among fewer tokens, and with other experts beside it."""
