@@ -57,7 +57,7 @@ OPTIONS: dict[str, tuple[Any, ...]] = {
     "topk": (1, 2, 6, 8, 16),
     "K": (512, 1280, 2048, 4096, 6144, 7168),
     "N": (128, 256, 384, 512, 2048),
-    "place": tuple(range(10)),
+    "place": tuple(range(8)),
     "routing": tuple(ROUTINGS),
     "ids": ("int32", "int64"),
     "weight": tuple(WEIGHT_TYPES),
@@ -173,7 +173,7 @@ SHARING = [(256, 8, 512, 256), (288, 8, 4096, 256), (256, 6, 1024, 2048)]
 SHARING_CASES = {
     (E, topk, K, N): [
         case
-        for place in range(10)
+        for place in range(8)
         if (case := BASE._replace(E=E, topk=topk, K=K, N=N, place=place)).is_possible
     ]
     for E, topk, K, N in SHARING
@@ -182,7 +182,7 @@ SHARING_CASES = {
 
 @pytest.fixture(scope="module")
 def compiled() -> None:
-    extra = [BASE._replace(place=place, ids=ids) for place in range(10) for ids in OPTIONS["ids"]]
+    extra = [BASE._replace(place=place, ids=ids) for place in range(8) for ids in OPTIONS["ids"]]
     extra += [BASE._replace(topk=topk, place=1) for topk in (1, 2)]
     small = [BASE._replace(topk=2, E=E, K=K, N=N) for K, N in SMALLEST for E in (1, 3)]
     extra += [case._replace(rows=rows) for case in small for rows in ("plain", "x_apart")]

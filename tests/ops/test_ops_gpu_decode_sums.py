@@ -57,7 +57,7 @@ class Shape(NamedTuple):
 SHAPES = {
     "one_pass": Shape(64, 8, 1280, 256),
     "three_passes": Shape(9, 8, 17_024, 128),
-    "sums_outside": Shape(128, 2, 8192, 256),
+    "sums_outside": Shape(256, 2, 8192, 256),
 }
 EVERY_CALL = pytest.mark.parametrize(
     ("name", "count"), [(name, count) for name, s in SHAPES.items() for count in s.counts]
