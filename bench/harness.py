@@ -51,11 +51,7 @@ def measure(call: Callable[[int], Any], effort: Effort = FULL) -> Timing:
     torch.cuda.synchronize()
     host = host_us(call, effort)
     graph = capture(call)
-    graph.replay()
-    torch.cuda.synchronize()
-    one = max(1.0, _sample_us(graph, 1))
-    _sample_us(graph, round(WARM_UP_US / one) + 1)
-    replays = max(1, round(SAMPLE_US / one))
+    replays = _warmed_up(graph)
     samples = sorted(_sample_us(graph, replays) / CALLS for _ in range(effort.samples))
     return Timing(
         round(statistics.median(samples), 3),
@@ -70,17 +66,20 @@ def measure_beside(
 ) -> dict[str, float]:
     """Microseconds per call on the GPU of each, their samples taken in turn."""
     graphs = {name: capture(call) for name, call in calls.items()}
-    replays = {}
-    for name, graph in graphs.items():
-        _sample_us(graph, 1)
-        one = max(1.0, _sample_us(graph, 1))
-        _sample_us(graph, round(WARM_UP_US / one) + 1)
-        replays[name] = max(1, round(SAMPLE_US / one))
+    replays = {name: _warmed_up(graph) for name, graph in graphs.items()}
     samples = [
         {name: _sample_us(graph, replays[name]) / CALLS for name, graph in graphs.items()}
         for _ in range(effort.samples)
     ]
     return {name: round(statistics.median(s[name] for s in samples), 3) for name in graphs}
+
+
+def _warmed_up(graph: Any) -> int:
+    """Replays of a sample of this graph, after it has run for a while."""
+    _sample_us(graph, 1)
+    one = max(1.0, _sample_us(graph, 1))
+    _sample_us(graph, round(WARM_UP_US / one) + 1)
+    return max(1, round(SAMPLE_US / one))
 
 
 def capture(call: Callable[[int], Any]) -> Any:

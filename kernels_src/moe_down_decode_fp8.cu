@@ -342,26 +342,26 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) moe_down_decode_fp8(
     i64 passes,                     // of a CTA
     float factor) {
     extern __shared__ __align__(1024) u8 smem[];
-    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, loader = (warp - CONSUMERS / 32) / 2;
-    const bool loads = warp >= CONSUMERS / 32;
-    const int ring = loads ? warp % 2 : warp / 4, slots = int(num_slots), tokens = slots / TOPK;
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    const int loader = warp / 2 - CONSUMERS / 64;  // negative: multiplies; 0: weights; 1: slots
+    const int ring = loader < 0 ? warp / 4 : warp % 2, slots = int(num_slots), tokens = slots / TOPK;
     const Shared shared(smem, ring);
-    if (loads && loader == 0 && lane == 0) prefetch_tensor_map(w_map), prefetch_tensor_map(q_map), shared.init();
+    if (loader == 0 && lane == 0) prefetch_tensor_map(w_map), prefetch_tensor_map(q_map), shared.init();
     release_successor();
     const int num_chunks = list_chunks<THREADS, EXPERTS, MAX_SLOTS, COLUMNS, IDS, MAP>(
         shared.chunks, topk_ids, slots, expert_map, num_experts, num_local_experts);
     const Groups groups{shared.chunks, num_chunks};
     const int first_column = int(blockIdx.x) * int(passes) * ROWS;
 
-    if (loads && loader == 0) {
+    if (loader == 0) {
         if (lane == 0) load_weights(shared, groups, ring, w_map, first_column, int(passes));
         wait_for_predecessor();
         return;
     }
     const Sums sums{shared.sums, sums_memory + i64(blockIdx.x) * max(tokens - SHARED_TOKENS, 0) * PAIRS};
-    if (!loads) sums.clear(tokens);  // nobody else uses that memory
+    if (loader < 0) sums.clear(tokens);  // nobody else uses that memory
     wait_for_predecessor();
-    if (loads) {
+    if (loader == 1) {
         const ScalesOfW scales{w_scale, w_scale_expert_stride, w_scale_k_stride, w_scale_n_stride};
         load_slots_and_heads(shared, groups, ring, q_map, q_scale, routes, scales, first_column, int(passes));
         return;

@@ -37,15 +37,7 @@ DEVICE u64 evict_first() {
     return policy;
 }
 
-// The boxes of arrays of rank 4 and 5, and how L2 keeps what they read.
-DEVICE void copy_box_4d(u32 smem, const TensorMap& map, int x, int y, int z, int u, u32 barrier, u64 policy) {
-    asm volatile(
-        "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1, {%3, %4, %5, %6}], [%2], %7;" ::"r"(
-            smem),
-        "l"(&map), "r"(barrier), "r"(x), "r"(y), "r"(z), "r"(u), "l"(policy)
-        : "memory");
-}
-
+// The box of an array of rank 5, and how L2 keeps what it reads.
 DEVICE void copy_box_5d(u32 smem, const TensorMap& map, int x, int y, int z, int u, int v, u32 barrier, u64 policy) {
     asm volatile(
         "cp.async.bulk.tensor.5d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1, {%3, %4, %5, %6, %7}], [%2], %8;" ::"r"(

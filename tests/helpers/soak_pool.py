@@ -156,13 +156,12 @@ def as_bytes(result: Any) -> torch.Tensor:
 
         unsigned = {1: "uint8", 2: "uint16", 4: "uint32"}[result.dtype.itemsize]
         tensor = torch.from_dlpack(jax.lax.bitcast_convert_type(result, unsigned))
-        dense = tensor.clone(memory_format=torch.contiguous_format)
-        if tensor.is_cuda:  # JAX has other uses for the memory as soon as nobody refers to it
-            torch.cuda.current_stream().synchronize()
-        return dense.view(torch.uint8).view(len(dense), -1)
     else:
         tensor = torch.from_dlpack(result)
     dense = tensor.clone(memory_format=torch.contiguous_format)
+    if tensor.is_cuda and hasattr(result, "addressable_shards"):
+        # JAX has other uses for the memory as soon as nobody refers to it.
+        torch.cuda.current_stream().synchronize()
     return dense.view(torch.uint8).view(len(dense), -1)
 
 
