@@ -18,7 +18,7 @@ pytestmark = pytest.mark.gpu
 
 WARM_UP, CALLS, SAMPLED = 2_000, 10_000, 500
 CAPTURES_END = 2_500
-"""Until then graphs are captured: each capture leaves memory with the process, torch's own ops too."""
+"""Until then graphs are captured: each leaves memory with the process, with torch's own ops too."""
 THOUSAND = 1_000
 MAX_HOST_RATIO = 1.3
 MAX_RESIDENT_SLOPE = 1 << 10
