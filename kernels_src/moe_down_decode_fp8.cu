@@ -42,6 +42,7 @@ constexpr int STAGE_BYTES = GROUP * A_BYTES + GROUP_TILES * EIGHT_ROWS;
 constexpr int PITCH = scale_pitch(N_BLOCKS);
 constexpr int HEADS = GROUP == 1 ? 8 : 4;           // of a ring
 constexpr int BARRIERS = 2 * (STAGES + HEADS);      // of a ring
+constexpr int CYCLE = 2 * GROUP;                    // chunks that are added one after the other, by a warp each
 constexpr int PAIRS = ROWS / 2;                     // of sums: rows r and r + 8 of a stripe
 constexpr int MAX_TOKENS = MAX_SLOTS / TOPK;
 
@@ -73,6 +74,7 @@ struct Shared {
     u32 stages, full, empty;             // [STAGES]
     Head* heads;                         // [HEADS]
     u32 head_full, head_empty;
+    u32 turns;                           // [CYCLE, STRIPES], of both rings
     Chunk* chunks;
     float2* sums;                        // [SHARED_TOKENS, PAIRS]
 
@@ -82,10 +84,12 @@ struct Shared {
         u64* barriers = reinterpret_cast<u64*>(heads + (2 - ring) * HEADS);
         full = smem_address(barriers + ring * BARRIERS), empty = full + STAGES * 8;
         head_full = empty + STAGES * 8, head_empty = head_full + HEADS * 8;
-        chunks = reinterpret_cast<Chunk*>(barriers + 2 * BARRIERS);
+        turns = smem_address(barriers + 2 * BARRIERS);
+        chunks = reinterpret_cast<Chunk*>(barriers + 2 * BARRIERS + CYCLE * STRIPES);
         sums = reinterpret_cast<float2*>(reinterpret_cast<u8*>(chunks) + chunks_bytes<EXPERTS, MAX_SLOTS, COLUMNS>());
     }
-    DEVICE void init() const {
+    DEVICE void init(int ring) const {
+        for (int i = 0; i < GROUP * STRIPES; i++) mbarrier_init(turns + (ring * GROUP * STRIPES + i) * 8, 32);
         for (int s = 0; s < STAGES; s++) mbarrier_init(full + s * 8, GROUP + 1), mbarrier_init(empty + s * 8, 4);
         for (int s = 0; s < HEADS; s++) mbarrier_init(head_full + s * 8, 32), mbarrier_init(head_empty + s * 8, GROUP * STRIPES * 32);
         mbarrier_init_fence();
@@ -129,37 +133,27 @@ struct Sums {
 };
 
 // What a warp multiplies: 16 rows of one chunk of each of its warpgroup's groups, or nothing. The warps of a
-// stripe add in turns, chunk by chunk; `place` is theirs in a cycle of both warpgroups. Who has added tells all
-// others, so that a turn comes when all have had theirs: to be told by the one before would be enough, but
-// racecheck knows no order that two barriers make together.
+// stripe add in turns, chunk by chunk, those of both warpgroups; who has added tells the next one.
 struct Role {
-    static constexpr int CYCLE = 2 * GROUP;
     int ring, chunk, stripe;
+    u32 mine, next;                      // barriers
+    int parity;
 
-    DEVICE explicit Role(int warp) : ring(warp / 4), chunk(warp % 4 / STRIPES), stripe(warp % 4 % STRIPES) {}
+    DEVICE Role(int warp, u32 turns) : ring(warp / 4), chunk(warp % 4 / STRIPES), stripe(warp % 4 % STRIPES) {
+        const int place = ring * GROUP + chunk;
+        mine = turns + (place * STRIPES + stripe) * 8, next = turns + ((place + 1) % CYCLE * STRIPES + stripe) * 8;
+        parity = place == 0;             // its first turn comes at once
+    }
     DEVICE bool adds() const { return GROUP * STRIPES == 4 || chunk < GROUP; }
-    DEVICE int place() const { return ring * GROUP + chunk; }
-    DEVICE void tell(int place) const { barrier_arrive_of<32 * CYCLE>(barrier_of(place)); }
-    DEVICE void begin() const {  // as if a cycle were over
-        for (int p = 0; p < place(); p++) tell(p);
-    }
-    DEVICE void await_turn() const { barrier_sync_of<32 * CYCLE>(barrier_of(place())); }
-    DEVICE void pass_turn() const {
-#pragma unroll
-        for (int i = 1; i < CYCLE; i++) tell((place() + i) % CYCLE);
-    }
-    DEVICE void end() const {  // no barrier is left in use
-        for (int p = place() + 1; p < CYCLE; p++) tell(p);
-        await_turn();
-    }
-    DEVICE int barrier_of(int place) const { return 2 + place * STRIPES + stripe; }
+    DEVICE void await_turn() const { mbarrier_wait(mine, parity); }
+    DEVICE void pass_turn() { mbarrier_arrive(next), parity ^= 1; }
 };
 
 // Adds the products of a chunk, the columns from `begin` to `end`, to the sums of its tokens, when it is this
 // warp's turn. A token that names the expert twice has two slots here, one after the other, with the same
 // product: whoever has the first adds for all of them, so that no two lanes have a sum in common.
 template <int TILES>
-DEVICE void add(const float (&product)[4 * TILES], const Route* routes, int begin, int end, const Role& role, const Sums& sums) {
+DEVICE void add(const float (&product)[4 * TILES], const Route* routes, int begin, int end, Role& role, const Sums& sums) {
     constexpr int PART = TILES < 4 ? TILES : 4;  // what fits into registers
     const int lane = threadIdx.x % 32, pair = role.stripe * 8 + lane / 4;
 #pragma unroll
@@ -205,7 +199,7 @@ DEVICE void add(const float (&product)[4 * TILES], const Route* routes, int begi
 
 // One group, of up to 8 TILES slots, by a warpgroup.
 template <int TILES>
-DEVICE void run_group(const Groups& groups, int g, const Shared& shared, Ring<STAGES>& at, const Head& head, const Role& role,
+DEVICE void run_group(const Groups& groups, int g, const Shared& shared, Ring<STAGES>& at, const Head& head, Role& role,
                       const Sums& sums) {
     constexpr int MOST = TILES < 8 ? 16 / TILES : 1, BATCH = STAGE_BLOCKS < MOST ? STAGE_BLOCKS : MOST;  // blocks at a time
     const int lane = threadIdx.x % 32;
@@ -346,7 +340,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) moe_down_decode_fp8(
     const int loader = warp / 2 - CONSUMERS / 64;  // negative: multiplies; 0: weights; 1: slots
     const int ring = loader < 0 ? warp / 4 : warp % 2, slots = int(num_slots), tokens = slots / TOPK;
     const Shared shared(smem, ring);
-    if (loader == 0 && lane == 0) prefetch_tensor_map(w_map), prefetch_tensor_map(q_map), shared.init();
+    if (loader == 0 && lane == 0) prefetch_tensor_map(w_map), prefetch_tensor_map(q_map), shared.init(ring);
     release_successor();
     const int num_chunks = list_chunks<THREADS, EXPERTS, MAX_SLOTS, COLUMNS, IDS, MAP>(
         shared.chunks, topk_ids, slots, expert_map, num_experts, num_local_experts);
@@ -366,10 +360,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) moe_down_decode_fp8(
         load_slots_and_heads(shared, groups, ring, q_map, q_scale, routes, scales, first_column, int(passes));
         return;
     }
-    const Role role(warp);
+    Role role(warp, shared.turns);
     Ring<STAGES> at;
     Ring<HEADS> head;
-    if (role.adds()) role.begin();
     for (int pass = 0; pass < passes; pass++) {
         barrier_sync<1, CONSUMERS>();  // all sums are clear
         for (int g = ring; g < groups.count(); g += 2, head.advance()) {
@@ -381,5 +374,4 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) moe_down_decode_fp8(
         barrier_sync<1, CONSUMERS>();
         sums.finish(tokens, first_column + pass * ROWS, out, out_row_stride, factor);
     }
-    if (role.adds()) role.end();
 }

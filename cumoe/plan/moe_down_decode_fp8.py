@@ -175,7 +175,9 @@ def _end_of_products(ring: Ring) -> int:
 
 def _fixed_bytes(p: Problem) -> int:
     of_slot = scale_pitch(p.N) * 4 + ROUTE_BYTES
-    group = _group(p, pass_rows(p.K))
+    rows = pass_rows(p.K)
+    group = _group(p, rows)
     head = group * TILE_SLOTS * p.n_tiles * of_slot + 4 * p.N // BLOCK_K * 4
     heads = WARPGROUPS * (HEADS if group == 1 else GROUP_HEADS) * (head + 2 * BARRIER_BYTES)
-    return heads + chunks_bytes(p.max_slots, p.num_local_experts, p.n_tiles)
+    turns = WARPGROUPS * group * (rows // MIN_ROWS) * BARRIER_BYTES
+    return heads + turns + chunks_bytes(p.max_slots, p.num_local_experts, p.n_tiles)

@@ -19,8 +19,3 @@ template <int ID, int THREADS>
 DEVICE void barrier_arrive() {
     asm volatile("bar.arrive %0, %1;" ::"n"(ID), "n"(THREADS) : "memory");
 }
-
-template <int THREADS>
-DEVICE void barrier_arrive_of(int id) {
-    asm volatile("bar.arrive %0, %1;" ::"r"(id), "n"(THREADS) : "memory");
-}

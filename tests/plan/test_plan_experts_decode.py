@@ -143,11 +143,13 @@ def down_smem(c: dict[str, int]) -> int:
     head = columns * pitch_in_the_source(n_blocks) * 4 + columns * 8 + 4 * n_blocks * 4
     num_heads = 8 if group == 1 else 4
     heads, barriers = 2 * num_heads * head, 4 * (c["STAGES"] + num_heads) * 8
+    turns = 2 * group * (c["ROWS"] // 16) * 8
     sums = c["SHARED_TOKENS"] * c["ROWS"] * 4
     ring = 2 * c["STAGES"] * stage
     last = ring - stage  # whose products read 64 rows of each block
-    assert head % 16 == barriers % 16 == chunks_in_the_source(c) % 16 == 0  # of a sum's accesses
-    regions = ring + heads + barriers + chunks_in_the_source(c) + sums
+    parts = heads, barriers, turns, chunks_in_the_source(c)
+    assert all(part % 16 == 0 for part in parts)  # of a sum's accesses
+    regions = ring + sum(parts) + sums
     return max(regions, last + c["STAGE_BLOCKS"] * 64 * 128)
 
 
