@@ -132,6 +132,7 @@ def _environment(folder: Path, with_plugin: bool) -> dict[str, str]:
         "CUMOE_VLLM": str(int(with_plugin)), "PYTHONPATH": os.pathsep.join(filter(None, path)),
         "VLLM_LOGGING_LEVEL": "INFO", "VLLM_USE_DEEP_GEMM_E8M0": "0", "VLLM_NO_USAGE_STATS": "1",
         "VLLM_WORKER_MULTIPROC_METHOD": "spawn", "HF_HUB_OFFLINE": "1",
+        "VLLM_USE_FLASHINFER_SAMPLER": "0", "VLLM_DEEP_GEMM_WARMUP": "skip",
     }  # fmt: skip
 
 
