@@ -51,6 +51,7 @@ def parser() -> argparse.ArgumentParser:
     experts.add_argument("--shape", type=_list(_shape), default=["glm-5.3-tp8"], help=_SHAPES)
     experts.add_argument("--routing", type=_list(_choice(shapes.ROUTINGS)), default=["uniform"])
     experts.add_argument("--scale-format", type=_list(_choice(("fp32", "ue8m0"))), default=["fp32"])
+    experts.add_argument("--quick", action="store_true", help="with less effort a row")
     stress = commands.add_parser("stress", help="sizes, routings and clamps in pairs")
     _add_common(activation, _TOKENS, peers.ACTIVATION, peers.ACTIVATION)
     _add_common(experts, _TOKENS, peers.EXPERTS, peers.EXPERTS)

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from bench import peers, roofline, shapes, truth
-from bench.harness import CALLS, FULL, Effort, compile_kernels, host_us, measure
+from bench.harness import CALLS, FULL, QUICK, Effort, compile_kernels, host_us, measure
 from bench.peers import Layer, Moe
 from bench.read_only import reader
 from bench.record import name_of
@@ -66,7 +66,8 @@ def run(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
     with peers.vllm_context() if arguments.peers else nullcontext():
         for name in arguments.shape:
             calls = product(arguments.routing, arguments.scale_format, arguments.m)
-            yield from layer_rows([Case(name, m, *how) for *how, m in calls], arguments.peers)
+            cases = [Case(name, m, *how) for *how, m in calls]
+            yield from layer_rows(cases, arguments.peers, QUICK if arguments.quick else FULL)
 
 
 def compile_layers(names: Iterable[str], scale_formats: Iterable[str]) -> None:

@@ -172,7 +172,7 @@ def fake_gpu(monkeypatch):
 
 def arguments(**options) -> argparse.Namespace:
     named = {"shape": [PLAIN], "m": [3], "routing": ["uniform"], "scale_format": ["fp32"]}
-    return argparse.Namespace(**{**named, "peers": [], **options})
+    return argparse.Namespace(**{**named, "peers": [], "quick": False, **options})
 
 
 @pytest.mark.usefixtures("fake_gpu")

@@ -33,7 +33,7 @@ from tests.ops.test_ops_errors import REFUSALS
 
 QUANTIZER = 'int group_size=128, *, str scale_format="fp32", str scale_layout="row"'
 ACTIVATION = (
-    "float? limit=None, float alpha=1., float beta=0., int group_size=128, "
+    "float? limit=None, *, float alpha=1., float beta=0., int group_size=128, "
     'str scale_format="fp32", str scale_layout="row", Tensor? topk_ids=None, '
     "Tensor? expert_map=None, int? num_experts=None"
 )
@@ -51,15 +51,15 @@ OUTPUTS = "Tensor(a!) out, Tensor(b!) out_scale"
 SCHEMAS = {
     "quantizer": f"(Tensor x, {QUANTIZER}) -> (Tensor, Tensor)",
     "quantizer_out": f"(Tensor x, {OUTPUTS}, {QUANTIZER}) -> ()",
-    "activation": f"(Tensor gate_up, *, {ACTIVATION}) -> (Tensor, Tensor)",
-    "activation_out": f"(Tensor gate_up, {OUTPUTS}, *, {ACTIVATION}) -> ()",
+    "activation": f"(Tensor gate_up, {ACTIVATION}) -> (Tensor, Tensor)",
+    "activation_out": f"(Tensor gate_up, {OUTPUTS}, {ACTIVATION}) -> ()",
     "sort": "(Tensor topk_ids, int block_size, int num_experts, Tensor? expert_map=None)"
     " -> (Tensor, Tensor, Tensor)",
     "experts": f"({LAYER}, *, {EXPERTS}) -> Tensor",
     "experts_out": f"({LAYER}, Tensor(a!) out, Tensor(b!)? workspace=None, *, {EXPERTS}) -> ()",
     "experts_workspace": f"({LAYER}, Tensor(a!) workspace, *, {EXPERTS}) -> Tensor",
 }
-POSITIONAL = ("w1_scale", "w2_scale", "out", "out_scale", "workspace")
+POSITIONAL = ("w1_scale", "w2_scale", "out", "out_scale", "workspace", "limit")
 """By name only in the function; here by position too, which takes less time."""
 
 
