@@ -175,9 +175,7 @@ def _activate(gate_up: Any, limit: Any = None, **options: Any) -> Any:
 def _activate_into(
     gate_up: Any, out: Any, out_scale: Any, limit: Any = None, **options: Any
 ) -> None:
-    activation.silu_and_mul_quant_fp8(
-        gate_up, limit=limit, out=out, out_scale=out_scale, **options
-    )
+    activation.silu_and_mul_quant_fp8(gate_up, limit=limit, out=out, out_scale=out_scale, **options)
 
 
 def _combine(
