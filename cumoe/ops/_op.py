@@ -7,8 +7,7 @@ import threading
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
-from operator import itemgetter
-from typing import Any, NamedTuple
+from typing import Any
 
 from cumoe.arrays.check import Apart, apart, require_apart
 from cumoe.arrays.exchange import (
@@ -19,17 +18,14 @@ from cumoe.arrays.exchange import (
     torch_facts,
     view_all,
 )
-from cumoe.arrays.export import Export
-from cumoe.arrays.view import ArrayView
-from cumoe.errors import ArgumentError
-from cumoe.launch import device, driver, lending, memory
+from cumoe.arrays.guard import in_lines, torch_guard
+from cumoe.launch import device
 from cumoe.launch.memory import Output
-from cumoe.launch.run import Launch, Prepared
+from cumoe.launch.run import Launch
+from cumoe.ops._ready import Ready, Views
 
 Starts = tuple[int, ...]
 """Where each array starts in a line of 256 bytes; what is None, or yet to be made, starts one."""
-Views = dict[str, ArrayView]
-"""The arrays of a call that are not None, by name, in the op's order."""
 MAX_READY = 8192
 """Calls that a thread keeps prepared, some KiB each."""
 
@@ -46,13 +42,27 @@ class Call:
     """What the launches name and the caller has not given."""
 
 
-class Alike(NamedTuple):
+class Alike:
     """Calls of one op with the same scalars on arrays of the same classes."""
 
-    viewed: tuple[str, ...]
-    """The arrays that are not None, which each call views. None where all are torch's."""
-    ready: dict[tuple[Any, ...], Ready]
-    """By `torch_facts`, or by the `facts_of` the views."""
+    __slots__ = ("guard", "guards", "last", "ready", "viewed")
+
+    def __init__(self, viewed: tuple[str, ...]) -> None:
+        """``viewed``: the arrays that are not None, which each call views; empty for torch's."""
+        self.viewed = viewed
+        self.ready: dict[tuple[Any, ...], Ready] = {}
+        """By `torch_facts`, or by the `facts_of` the views."""
+        self.guards: dict[tuple[Any, ...], Callable[..., bool] | None] = {}
+        """Of tensors that start lines, by `torch_facts`."""
+        self.last: Ready | None = None
+        """Of the last call on such tensors, and what tells that a call is like it."""
+        self.guard: Callable[..., bool] | None = None
+
+    def expect(self, facts: tuple[Any, ...], ready: Ready, given: list[Any]) -> None:
+        """That the next call is like this one."""
+        if self.last is ready or facts not in self.guards:  # it said no in another mode of torch
+            self.guards[facts] = torch_guard(given)
+        self.last, self.guard = ready, self.guards[facts]
 
 
 class Op:
@@ -95,15 +105,11 @@ class Op:
         given = [a for a in arrays if a is not None]
         if alike.viewed:
             return self._run_viewed(alike, given, arrays, scalars)
-        ready = None
-        try:
-            facts, addresses = torch_facts(given)
-            ready = alike.ready.get(facts)
-        except RuntimeError:
-            pass  # a tensor without memory: told by name below
-        if ready is None or 0 in addresses or (ready.strided and ready.is_negated(given)):
-            return self._run(arrays, scalars, self._views(arrays))
-        return ready(given, addresses)
+        if alike.guard is not None and alike.last is not None and alike.guard(*given):
+            addresses = [a.data_ptr() for a in given]
+            if in_lines(addresses):
+                return alike.last(given, addresses)
+        return self._run_torch(alike, given, arrays, scalars)
 
     def _kind(self, arrays: tuple[Any, ...], scalars: tuple[Any, ...]) -> tuple[Any, ...]:
         return (self, scalars, *map(type, scalars + arrays))  # True and 1 are equal
@@ -115,6 +121,21 @@ class Op:
             if a is not None or i < self._required
         }
         return dict(zip(named, view_all(named.values(), tuple(named)), strict=True))
+
+    def _run_torch(
+        self, alike: Alike, given: list[Any], arrays: tuple[Any, ...], scalars: tuple[Any, ...]
+    ) -> Any:
+        ready = None
+        try:
+            facts, addresses = torch_facts(given)
+            ready = alike.ready.get(facts)
+        except RuntimeError:
+            pass  # a tensor without memory: told by name below
+        if ready is None or 0 in addresses or (ready.strided and ready.is_negated(given)):
+            return self._run(arrays, scalars, self._views(arrays))
+        if in_lines(addresses):
+            alike.expect(facts, ready, given)
+        return ready(given, addresses)
 
     def _run_viewed(
         self, alike: Alike, given: list[Any], arrays: tuple[Any, ...], scalars: tuple[Any, ...]
@@ -170,89 +191,7 @@ class Op:
         viewed = () if all(map(is_torch, given)) else tuple(views)
         key, _ = facts_of(views.values()) if viewed else torch_facts(given)
         with suppress(TypeError):  # a list among the scalars
-            _thread.alike.setdefault(kind, Alike(viewed, {})).ready[key] = ready
-
-
-class Ready:
-    """A call that its thread can run at once, with other addresses."""
-
-    __slots__ = (
-        "_address", "_beside_torch", "_current_device", "_device", "_exported", "_is_pooled",
-        "_makers", "_names", "_pairs", "_prepared", "_results", "_scratch", "_stream", "strided",
-    )  # fmt: skip
-
-    def __init__(
-        self, call: Call, views: Views, pairs: tuple[Apart, ...], results: tuple[str, ...]
-    ) -> None:
-        """On the current device."""
-        (like, *_), names = views.values(), (*views, *call.outputs)
-        self._device, self._names, self._pairs = like.device.ordinal, tuple(views), pairs
-        self._current_device, self._stream, self._address = memory.ways(like.framework)
-        self._makers = [
-            memory.maker(like.framework, like.device, output) for output in call.outputs.values()
-        ]
-        stream = self._stream(self._device)
-        self._prepared = Prepared(call.launches, names, self._device, stream)
-        self._results = itemgetter(*(names.index(name) for name in results))
-        made = [(names.index(name), name in results, o.dtype) for name, o in call.outputs.items()]
-        self._scratch = [i for i, is_result, _ in made if not is_result]
-        self._exported = [
-            (i, dtype) for i, is_result, dtype in made if is_result and like.framework == "dlpack"
-        ]
-        self._is_pooled = bool(call.outputs) and like.framework != "torch"
-        lent = [name for name, v in views.items() if v.framework == "dlpack"]
-        self._beside_torch = lent[0] if lent and like.framework == "torch" else None
-        self.strided = tuple(i for i, v in enumerate(views.values()) if not v.facts.is_row_major)
-
-    def is_negated(self, tensors: list[Any]) -> bool:
-        """Whether a tensor has its negative bit set that may have it: see `view`."""
-        return any(tensors[i].is_neg() for i in self.strided)
-
-    def __call__(self, arrays: list[Any], addresses: list[int]) -> Any:
-        """Launches; both lists grow by the outputs. Returns the one result, or a tuple of all."""
-        require_apart(self._pairs, addresses, self._names)
-        if self._current_device() != self._device:
-            with device.on_device(self._device):
-                return self._launch(arrays, addresses)
-        return self._launch(arrays, addresses)
-
-    def _launch(self, arrays: list[Any], addresses: list[int]) -> Any:
-        stream = self._stream(self._device)
-        if self._beside_torch is not None:
-            _require_same_stream(self._beside_torch, stream, self._device)
-        if self._is_pooled and lending.is_capturing(stream):
-            with driver.relaxed_capture():  # CuPy's pool may ask CUDA for more
-                self._make(arrays, addresses)
-            _of_graphs.extend([arrays[i] for i in self._scratch])
-        else:
-            self._make(arrays, addresses)
-        self._prepared(stream, addresses)
-        for i, dtype in self._exported:
-            arrays[i] = Export(arrays[i], dtype, arrays[0]).delivered()
-        return self._results(arrays)
-
-    def _make(self, arrays: list[Any], addresses: list[int]) -> None:
-        for make in self._makers:
-            made = make()
-            arrays.append(made)
-            addresses.append(self._address(made))
-
-
-_of_graphs: list[Any] = []
-"""What captured calls made for themselves, and each replay of their graphs writes. torch keeps a
-pool for each graph; CuPy would hand the memory out again, and knows of no graph's end."""
-
-
-def _require_same_stream(name: str, stream: int, ordinal: int) -> None:
-    """Refuses what was lent on CuPy's stream to kernels that run on torch's."""
-    lent = memory.ways("cupy").current_stream(ordinal)
-    legacy = lending.LEGACY_STREAM
-    if (lent or legacy) != (stream or legacy):
-        raise ArgumentError(
-            f"{name}: want an array lent by DLPack on torch's current stream, {stream:#x}, as the "
-            f"first array is torch's, got CuPy's current stream, {lent:#x}; call inside of "
-            f"`with cupy.cuda.Stream.from_external(torch.cuda.current_stream()):`"
-        )
+            _thread.alike.setdefault(kind, Alike(viewed)).ready[key] = ready
 
 
 class _Thread(threading.local):

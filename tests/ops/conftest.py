@@ -10,7 +10,7 @@ import torch
 from cumoe.arrays import exchange
 from cumoe.arrays.view import Device
 from cumoe.launch import device, driver, memory, module
-from cumoe.ops import _op
+from cumoe.ops import _ready
 from cumoe.ops import silu_and_mul_quant_fp8 as silu
 from cumoe.plan.device import H200
 from cumoe.store import store
@@ -41,7 +41,7 @@ def gpu(monkeypatch):
     monkeypatch.setattr(module, "_functions", {})
     monkeypatch.setattr(module, "_modules", {})
     monkeypatch.setattr(driver, "library", lambda: gpu)
-    monkeypatch.setattr(_op, "_of_graphs", [])
+    monkeypatch.setattr(_ready, "_of_graphs", [])
     forget()
     yield gpu
     forget()

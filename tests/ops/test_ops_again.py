@@ -46,6 +46,52 @@ def test_a_call_like_one_before_runs_with_its_own_addresses(warm, monkeypatch):
     assert words == [x.data_ptr(), 256, 0, q.data_ptr(), scale.data_ptr(), 2, 1, 4, 4, 0]
 
 
+def quantize(rows: int = 4, start: int = 0) -> None:
+    cumoe.per_token_group_quant_fp8(tensor(rows, 256, start=start), **quantized(rows, 256))
+
+
+def looks_at_nothing(monkeypatch) -> None:
+    """From here on what reads a tensor's shape or type is an error."""
+    at_once(monkeypatch)
+    monkeypatch.setattr(_op, "torch_facts", _op.view_all)
+
+
+def test_a_call_like_the_last_looks_at_no_tensor(warm, monkeypatch):
+    quantize()
+    looks_at_nothing(monkeypatch)
+    x, outputs = tensor(4, 256), quantized(4, 256)
+    cumoe.per_token_group_quant_fp8(x, **outputs)
+    assert warm.launches[-1][2][0] == x.data_ptr()
+    for other in ({"rows": 5}, {"start": 16}):
+        with pytest.raises(AssertionError):
+            quantize(**other)
+
+
+def test_a_mode_of_torch_takes_one_more_look(warm, monkeypatch):
+    quantize()
+    with torch.inference_mode():
+        quantize()
+        looks_at_nothing(monkeypatch)
+        quantize()
+
+
+def test_two_shapes_in_turn_are_guarded_once_each(warm, monkeypatch):
+    made, guard = [], _op.torch_guard
+    monkeypatch.setattr(_op, "torch_guard", lambda given: made.append(given) or guard(given))
+    for _ in range(3):
+        quantize(4)
+        quantize(8)
+    assert len(made) == 2
+    assert [words[8] for _, _, words in warm.launches] == [4, 8] * 3
+
+
+def test_without_a_guard_of_torch_every_call_is_looked_at(gpu, monkeypatch):
+    monkeypatch.setattr(_op, "torch_guard", lambda given: None)
+    for _ in range(3):
+        quantize()
+    assert len(gpu.launches) == 3
+
+
 def test_each_op_runs_at_once(gpu, monkeypatch):
     ids, table = tensor(4, 2, dtype=torch.int32), tensor(8, dtype=torch.int32)
     layer = experts(tensor(4, 256))
@@ -261,7 +307,7 @@ def test_what_is_kept_is_bounded(gpu, monkeypatch):
     for rows in range(1, 20):
         cumoe.per_token_group_quant_fp8(tensor(rows, 256))
         assert len(_op._thread.ready) <= 4
-    assert sum(map(len, _op._thread.alike.values())) <= 4
+    assert sum(len(a.ready) + len(a.guards) for a in _op._thread.alike.values()) <= 8
 
 
 @pytest.mark.usefixtures("unfused")

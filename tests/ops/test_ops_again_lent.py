@@ -11,7 +11,7 @@ import cumoe
 from cumoe.arrays import dlpack
 from cumoe.errors import ArgumentError
 from cumoe.launch import driver, memory
-from cumoe.ops import _op
+from cumoe.ops import _ready
 from cumoe.ops import per_token_group_quant_fp8 as quant
 from cumoe.plan.moe_align_block_size import MAX_SLOTS_AT_ONCE
 from tests.helpers.lenders import FakeGpu, Wrapped
@@ -81,19 +81,19 @@ def test_what_a_captured_call_makes_for_itself_is_kept(lending_gpu, name):
     (call, count), gpu = lent_calls()[name], lending_gpu
     gpu.stream = 77
     call()
-    assert _op._of_graphs == []
+    assert _ready._of_graphs == []
     gpu.capturing = {77}
     for i in range(1, 3):
         gpu.launches.clear()
         results = call()
         results = results if isinstance(results, tuple) else (results,)
-        assert len(_op._of_graphs) == i * count
-        kept = _op._of_graphs[-count:] if count else []
+        assert len(_ready._of_graphs) == i * count
+        kept = _ready._of_graphs[-count:] if count else []
         assert {a.data_ptr() for a in kept} <= addresses_of(gpu.launches)
         assert not any(a is r for a in kept for r in results)
     gpu.capturing = set()
     call()
-    assert len(_op._of_graphs) == 2 * count
+    assert len(_ready._of_graphs) == 2 * count
 
 
 def test_memory_is_made_in_relaxed_mode_while_capturing_and_only_then(lending_gpu, monkeypatch):
@@ -117,7 +117,7 @@ def test_torch_keeps_the_memory_of_a_graph_itself(gpu):
     gpu.capturing = {77}
     modes = len(gpu.modes)
     cumoe.fused_experts_fp8(**layer)
-    assert (_op._of_graphs, len(gpu.modes)) == ([], modes)
+    assert (_ready._of_graphs, len(gpu.modes)) == ([], modes)
 
 
 def test_what_is_lent_beside_torchs_arrays_is_lent_on_their_stream(lending_gpu):

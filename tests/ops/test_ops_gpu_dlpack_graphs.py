@@ -12,7 +12,7 @@ import torch
 import cumoe
 from cumoe import ArgumentError
 from cumoe.launch import driver, lending
-from cumoe.ops import _op
+from cumoe.ops import _ready
 from cumoe.plan.moe_align_block_size import MAX_SLOTS_AT_ONCE
 from tests.helpers.backends import CupyBackend
 from tests.helpers.calls import RIGHT_ARGUMENTS, placed
@@ -77,12 +77,12 @@ def test_who_allocates_after_a_capture_does_not_get_the_scratch_of_the_graph(op)
 
     call = on_cupy(op, **WITH_SCRATCH[op])
     want = call()
-    before, stream = len(_op._of_graphs), cupy.cuda.Stream(non_blocking=True)
+    before, stream = len(_ready._of_graphs), cupy.cuda.Stream(non_blocking=True)
     with stream:
         stream.begin_capture()
         results = call()
         graph = stream.end_capture()
-        sizes = [a.nbytes for a in _op._of_graphs[before:]]
+        sizes = [a.nbytes for a in _ready._of_graphs[before:]]
         assert len(sizes) == 1
         others = [cupy.empty(sizes[0], "uint8") for _ in range(8)]
         for a in others:
