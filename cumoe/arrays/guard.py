@@ -15,13 +15,14 @@ def torch_guard(tensors: Sequence[Any]) -> Callable[..., bool] | None:
     classes, element types, shapes, strides and devices, and modes of torch too, such as inference:
     where it says no, `torch_facts` may still say yes. It does not look at addresses.
     """
-    try:
-        from torch._C._dynamo.guards import TensorGuards
-    except ImportError:
-        return None
     sizes: Any = [list(t.shape) for t in tensors]
     strides: Any = [list(t.stride()) for t in tensors]
-    guards = TensorGuards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides)
+    try:
+        from torch._C._dynamo.guards import TensorGuards
+
+        guards = TensorGuards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides)
+    except (ImportError, TypeError):  # it is no public name: that of 2.11 to 2.13
+        return None
     check: Callable[..., bool] = guards.check
     return check
 
