@@ -28,7 +28,7 @@ _COLUMNS = {
     vllm_engine.OP: {
         "tokens/s, vLLM": "tokens_s_vllm", "tokens/s, cumoe": "tokens_s_cumoe", "ratio": "ratio",
         "same tokens": "same_tokens", "of": "tokens", "equal sequences": "equal_sequences",
-        "logprob difference": "logprob_difference",
+        "logprob difference": "logprob_difference", "logprob error": "logprob_error",
     },
 }  # fmt: skip
 

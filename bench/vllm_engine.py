@@ -7,12 +7,13 @@ line that it reads. Its log goes to stderr.
 from __future__ import annotations
 
 import json
+import math
 import os
 import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from importlib import metadata
 from pathlib import Path
@@ -20,14 +21,18 @@ from tempfile import TemporaryDirectory
 from threading import Timer
 from typing import Any
 
+from bench import vllm_model
 from bench.record import Row
 
 OP = "vllm engine"
 BATCHES = (1, 8, 64)
 PROMPT, GENERATED, COMPARED, ROUNDS = 32, 256, 64, 3
 """Tokens of a prompt, those generated when timed, those generated with logprobs; repetitions."""
+MAX_LOGPROB_ERROR = 0.1
+"""Of both arms' logprobs of the prompts, as root mean squares: difference by deviation."""
 UP_S, ANSWER_S = 240.0, 60.0
 """After these an engine is ended."""
+KV_CACHE_BYTES = 8 << 30
 OURS_IN_LOG = "experts of cumoe:"
 _VOCABULARY = 32_000
 _PLUGINS = "vllm.general_plugins"
@@ -57,10 +62,11 @@ def rows(model: str, num_layers: int) -> Iterator[Row]:
     """A row for each of BATCHES: output tokens per second of both arms, and where they agree."""
     with ExitStack() as stack:
         folder = Path(stack.enter_context(TemporaryDirectory()))
-        config = MODELS[model] | {"num_hidden_layers": num_layers}
-        (folder / "config.json").write_text(json.dumps(config))
-        # One after the other: each looks at the memory that is free as it starts.
+        vllm_model.write(folder, MODELS[model] | {"num_hidden_layers": num_layers})
         theirs, ours = (stack.enter_context(_engine(folder, on)) for on in (False, True))
+        for engine, with_plugin in ((theirs, False), (ours, True)):
+            engine.answer(UP_S)
+            require_arm(engine.log.read_text(), with_plugin)
         for batch in BATCHES:
             key = {"op": OP, "shape": model, "m": batch, "layers": num_layers}
             yield key | _figures(theirs, ours, prompts(batch))
@@ -104,8 +110,6 @@ def _engine(folder: Path, with_plugin: bool) -> Iterator[Engine]:
         )  # fmt: skip
     engine = Engine(process, log)
     try:
-        engine.answer(UP_S)
-        require_arm(log.read_text(), with_plugin)
         yield engine
     finally:
         assert process.stdin
@@ -169,11 +173,14 @@ def _figures(theirs: Engine, ours: Engine, tokens: list[list[int]]) -> Row:
     ]
     count = GENERATED * len(tokens)
     rate = {name: count / statistics.median(r[name] for r in rounds) for name in arms}
-    compared = (arm.generate(tokens, COMPARED, logprobs=True) for arm in arms.values())
+    compared = [arm.generate(tokens, COMPARED, logprobs=True) for arm in arms.values()]
+    error = logprob_error(*(answer["prompt_logprobs"] for answer in compared))
+    if not error < MAX_LOGPROB_ERROR:  # NaN fails too
+        return {"error": f"logprobs differ by {error:.2g} of their deviation: another model"}
     return {
         **{f"tokens_s_{name}": round(value, 1) for name, value in rate.items()},
         "ratio": round(rate["cumoe"] / rate["vllm"], 3), "generated": GENERATED,
-        **agreement(*compared),
+        "logprob_error": round(error, 5), **agreement(*compared),
     }  # fmt: skip
 
 
@@ -196,6 +203,17 @@ def agreement(one: dict[str, Any], other: dict[str, Any]) -> Row:
     }  # fmt: skip
 
 
+def logprob_error(one: list[list[float]], other: list[list[float]]) -> float:
+    """Root mean square of the differences by the deviation of one's values; NaN if that is 0.
+
+    Of the tokens of the prompts, which both arms are given, so that all can be compared.
+    """
+    pairs = [pair for a, b in zip(one, other, strict=True) for pair in zip(a, b, strict=True)]
+    deviation = statistics.pstdev(a for a, _ in pairs)
+    apart = math.sqrt(statistics.fmean((a - b) ** 2 for a, b in pairs))
+    return apart / deviation if deviation else math.nan
+
+
 def common_prefix(a: list[int], b: list[int]) -> int:
     """How many tokens are the same before the first that is not."""
     differs = (i for i, (p, q) in enumerate(zip(a, b, strict=False)) if p != q)
@@ -203,14 +221,16 @@ def common_prefix(a: list[int], b: list[int]) -> int:
 
 
 def serve(model: str) -> None:
-    """The child: an engine that answers {"seconds", "ids", "logprobs"} until its input ends."""
+    """The child: an engine that answers what `_generated` tells until its input ends."""
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what vLLM prints must not mix with the answers
     from vllm import LLM
 
     engine = LLM(
-        model, load_format="dummy", skip_tokenizer_init=True, max_model_len=1024, max_num_seqs=64,
-        gpu_memory_utilization=0.35, seed=0, enable_prefix_caching=False,
+        model, skip_tokenizer_init=True, max_model_len=1024, max_num_seqs=64, seed=0,
+        # Given, or each arm would look at the memory that is free while the other one starts.
+        kv_cache_memory_bytes=KV_CACHE_BYTES, gpu_memory_utilization=0.35,
+        enable_prefix_caching=False,
         attention_backend="TRITON_ATTN",
         compilation_config={
             "mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY",
@@ -227,18 +247,25 @@ def _generated(engine: Any, ask: dict[str, Any]) -> dict[str, Any]:
 
     how = SamplingParams(
         temperature=0, max_tokens=ask["count"], ignore_eos=True, detokenize=False,
-        logprobs=1 if ask["logprobs"] else None,
+        logprobs=1 if ask["logprobs"] else None, prompt_logprobs=0 if ask["logprobs"] else None,
     )  # fmt: skip
     texts = [{"prompt_token_ids": ids} for ids in ask["prompts"]]
     start = time.perf_counter()
-    results = [r.outputs[0] for r in engine.generate(texts, how, use_tqdm=False)]
+    answers = engine.generate(texts, how, use_tqdm=False)
     seconds = time.perf_counter() - start
-    ids = [list(r.token_ids) for r in results]
-    logprobs = [
-        [at[token].logprob for at, token in zip(r.logprobs or (), r.token_ids, strict=False)]
-        for r in results
-    ]
-    return {"seconds": seconds, "ids": ids, "logprobs": logprobs}
+    results = [answer.outputs[0] for answer in answers]
+    return {
+        "seconds": seconds, "ids": [list(r.token_ids) for r in results],
+        "logprobs": [_of_tokens(r.logprobs, r.token_ids) for r in results],
+        "prompt_logprobs": [  # the first token has none
+            _of_tokens((answer.prompt_logprobs or [])[1:], prompt[1:])
+            for answer, prompt in zip(answers, ask["prompts"], strict=True)
+        ],
+    }  # fmt: skip
+
+
+def _of_tokens(logprobs: Any, tokens: Sequence[int]) -> list[float]:
+    return [at[token].logprob for at, token in zip(logprobs or (), tokens, strict=False)]
 
 
 if __name__ == "__main__":

@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import io
+import json
+import math
 import subprocess
 import sys
 from contextlib import suppress
 from importlib import metadata
 from types import SimpleNamespace
 
+import ml_dtypes
+import numpy as np
 import pytest
 import torch
 from rich.console import Console
 
+import cumoe
 from bench import __main__ as command
-from bench import environment, vllm, vllm_engine, vllm_layer
+from bench import environment, vllm, vllm_engine, vllm_layer, vllm_model
 from bench.record import read
 
 LAYER = {
@@ -24,7 +29,7 @@ LAYER = {
 ENGINE = {
     "op": vllm_engine.OP, "shape": "qwen", "m": 64, "layers": 2, "tokens_s_vllm": 1000.0,
     "tokens_s_cumoe": 900.0, "ratio": 0.9, "generated": 256, "same_tokens": 70, "tokens": 128,
-    "equal_sequences": 1, "logprob_difference": None,
+    "equal_sequences": 1, "logprob_difference": None, "logprob_error": 0.01,
 }  # fmt: skip
 
 
@@ -37,7 +42,7 @@ def shown(rows: list[dict], **options) -> list[str]:
 def test_a_table_for_each_part():
     lines = [line.split() for line in shown([LAYER, ENGINE])]
     assert ["s-tp8", "8", "150.0", "100.0", "1.50x", "0.0123", "TritonExperts"] in lines
-    assert ["qwen", "64", "1000.0", "900.0", "0.90x", "70", "128", "1", "-"] in lines
+    assert ["qwen", "64", "1000.0", "900.0", "0.90x", "70", "128", "1", "-", "0.0100"] in lines
 
 
 def test_a_loss_is_red(monkeypatch):
@@ -152,6 +157,55 @@ def test_arms_that_agree_in_nothing():
     assert (found["same_tokens"], found["logprob_difference"]) == (0, None)
 
 
+def test_the_error_of_logprobs():
+    one = [[0.0, 4.0], [-4.0]]
+    assert vllm_engine.logprob_error(one, one) == 0
+    assert vllm_engine.logprob_error(one, [[0.0, 4.0], [-3.0]]) == pytest.approx(1 / 32**0.5)
+    assert math.isnan(vllm_engine.logprob_error([[1.0, 1.0]], [[1.0, 1.0]]))
+    with pytest.raises(ValueError, match="zip"):
+        vllm_engine.logprob_error(one, [[0.0], [-4.0]])
+
+
+class Arm:
+    def __init__(self, *prompt_logprobs: float) -> None:
+        self.prompt_logprobs = [list(prompt_logprobs)]
+
+    def generate(self, tokens, count, *, logprobs=False):
+        return answer([1, 2]) | {"seconds": 0.5, "prompt_logprobs": self.prompt_logprobs}
+
+
+def test_arms_of_one_model_are_timed_and_others_are_not():
+    found = vllm_engine._figures(Arm(1.0, 2.0), Arm(1.0, 2.01), [[3, 4, 5]])
+    assert (found["tokens_s_cumoe"], found["ratio"], found["same_tokens"]) == (512, 1, 2)
+    assert 0 < found["logprob_error"] < 0.02
+    for other in (Arm(2.0, 1.0), Arm(math.nan, 2.0)):
+        found = vllm_engine._figures(Arm(1.0, 2.0), other, [[3, 4, 5]])
+        assert list(found) == ["error"]
+    assert "error" in vllm_engine._figures(Arm(1.0, 1.0), Arm(1.0, 1.0), [[3, 4, 5]])
+
+
+SMALL = vllm_engine.MODELS["qwen3-30b-a3b"] | {
+    "hidden_size": 256, "moe_intermediate_size": 128, "num_experts": 4, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64, "vocab_size": 512,
+}  # fmt: skip
+
+
+def test_a_model_is_a_checkpoint_whose_experts_can_be_loaded(tmp_path):
+    vllm_model.write(tmp_path, SMALL, device="cpu")
+    config = json.loads((tmp_path / "config.json").read_text())
+    assert config["quantization_config"]["modules_to_not_convert"] == [
+        "model.layers.0.mlp.gate", "model.layers.1.mlp.gate", "lm_head",
+    ]  # fmt: skip
+    layers = [cumoe.load_experts(tmp_path, layer) for layer in (0, 1)]
+    for layer in layers:
+        assert (layer.w1.shape, layer.w2.shape) == ((4, 256, 256), (4, 256, 128))
+        assert (layer.w1_scale.shape, layer.w2_scale.shape) == ((4, 2, 2), (4, 2, 1))
+        w1 = np.asarray(layer.w1).view(ml_dtypes.float8_e4m3fn).astype(np.float32)
+        values = w1 * np.asarray(layer.w1_scale).repeat(128, 1).repeat(128, 2)
+        assert values.std() == pytest.approx(1 / 16, rel=0.1)
+    assert (np.asarray(layers[0].w1) != np.asarray(layers[1].w1)).mean() > 0.5
+
+
 def test_other_numbers_of_sequences_are_seen():
     with pytest.raises(ValueError, match="zip"):
         vllm_engine.agreement(answer([1]), answer([1], [2]))
@@ -223,12 +277,14 @@ def test_what_an_engine_answers(monkeypatch):
             asked.append((texts, how))
             logprobs = [{7: SimpleNamespace(logprob=-0.5)}] if how.logprobs else None
             output = SimpleNamespace(token_ids=(7,), logprobs=logprobs)
-            return [SimpleNamespace(outputs=[output])]
+            of_prompt = how.prompt_logprobs == 0 and [None, {2: SimpleNamespace(logprob=-3.0)}]
+            return [SimpleNamespace(outputs=[output], prompt_logprobs=of_prompt)]
 
     params = SimpleNamespace(SamplingParams=lambda **named: SimpleNamespace(**named))
     monkeypatch.setitem(sys.modules, "vllm", params)
     for logprobs, want in ((True, [[-0.5]]), (False, [[]])):
-        ask = {"prompts": [[1]], "count": 1, "logprobs": logprobs}
+        ask = {"prompts": [[1, 2]], "count": 1, "logprobs": logprobs}
         found = vllm_engine._generated(Engine(), ask)
         assert (found["ids"], found["logprobs"], found["seconds"] >= 0) == ([[7]], want, True)
-    assert asked[0][0] == [{"prompt_token_ids": [1]}]
+        assert found["prompt_logprobs"] == ([[-3.0]] if logprobs else [[]])
+    assert asked[0][0] == [{"prompt_token_ids": [1, 2]}]
