@@ -22,5 +22,8 @@ bench:  ## on an H200 with vLLM installed: times beside it, and the comparison b
 	$(PYTHON) -m bench activation --out $(RESULTS)/activation.json --plot $(RESULTS)/activation.png
 	$(PYTHON) -m bench.bitwise --out $(RESULTS)/bitwise.json
 	$(PYTHON) -m bench experts --shape glm-5.3-tp8,glm-5.3-tp4,glm-5.3-flash-tp8,qwen3-next-tp1 --out $(RESULTS)/experts.json
+	$(PYTHON) -m bench experts --quick --keep --shape deepseek-v4-flash-ep8,glm-5.3-tp8,glm-5.3-tp4 \
+	  --routing uniform,zipf,one --m 256,384,512,768,1024,1536,2048,3072,4096,6144,8192,16384 --out $(RESULTS)/experts.json
+	$(PYTHON) -m bench experts --quick --keep --shape glm-5.3-flash-tp8 --m 8192 --out $(RESULTS)/experts.json
 	$(PYTHON) -m bench vllm --out $(RESULTS)/vllm.json
-	$(PYTHON) -m bench stress --out $(RESULTS)/stress.json
+	$(PYTHON) -m bench stress --m 1,8,64,256,1024,4096 --out $(RESULTS)/stress.json

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from itertools import islice, product
 from statistics import mean
@@ -113,18 +113,31 @@ def make_layer(s: Shape, device: str = "cuda") -> Layer:
         count = s.num_local_experts or s.E
         out = torch.empty(count, rows, depth, dtype=torch.float8_e4m3fn, device=device)
         for expert in range(count):
-            normal = torch.randn(rows, depth, device=device, generator=generator)
-            out[expert].copy_((normal * SIGMA).clamp(-448, 448))
+            out[expert] = random_codes(generator, rows, depth)
         return out
-
-    def scales(w: Any, deviation: float) -> Any:
-        blocks = (w.shape[0], w.shape[1] // 128, w.shape[2] // 128)
-        spread = 0.75 + torch.rand(blocks, device=device, generator=generator) / 2
-        return spread * deviation / (SIGMA * w.shape[2] ** 0.5)
 
     w1, w2 = codes(2 * s.N, s.K), codes(s.K, s.N)
     gate = 1.0 if s.limit is None else s.limit / 2
-    return Layer(w1, w2, scales(w1, gate), scales(w2, 1.0), shapes.expert_map(s, device))
+    scales = random_scales(generator, w1.shape, gate), random_scales(generator, w2.shape, 1.0)
+    return Layer(w1, w2, *scales, shapes.expert_map(s, device))
+
+
+def random_codes(generator: Any, rows: int, depth: int) -> Any:
+    """Normal values that use the whole range of e4m3."""
+    import torch
+
+    normal = torch.randn(rows, depth, device=generator.device, generator=generator)
+    return (normal * SIGMA).clamp(-448, 448).to(torch.float8_e4m3fn)
+
+
+def random_scales(generator: Any, shape: Sequence[int], deviation: float) -> Any:
+    """For codes [..., rows, depth], whose products with inputs of deviation 1 have this one."""
+    import torch
+
+    *experts, rows, depth = shape
+    blocks = (*experts, rows // 128, depth // 128)
+    spread = 0.75 + torch.rand(blocks, device=generator.device, generator=generator) / 2
+    return spread * deviation / (SIGMA * depth**0.5)
 
 
 def make_inputs(s: Shape, m: int, routing: str, device: str = "cuda") -> Inputs:

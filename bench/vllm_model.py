@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from bench.experts import SIGMA
+from bench.experts import random_codes, random_scales
 
 EXPERTS_GAIN = 4.0
 """Of down, so that the experts' part of the residual is about as large as the rest of it."""
@@ -79,14 +79,9 @@ def _layer(config: dict[str, Any], generator: Any) -> Tensors:
 
 def _blocks(name: str, generator: Any, rows: int, columns: int, gain: float = 1.0) -> Tensors:
     """A projection of deviation ``gain`` for inputs of deviation 1."""
-    import torch
-
-    named: dict[str, Any] = {"device": generator.device, "generator": generator}
-    codes = (torch.randn(rows, columns, **named) * SIGMA).clamp(-448, 448)
-    spread = 0.75 + torch.rand(rows // 128, columns // 128, **named) / 2
     return {
-        f"{name}.weight": codes.to(torch.float8_e4m3fn),
-        f"{name}.weight_scale_inv": spread * gain / (SIGMA * columns**0.5),
+        f"{name}.weight": random_codes(generator, rows, columns),
+        f"{name}.weight_scale_inv": random_scales(generator, (rows, columns), gain),
     }
 
 

@@ -45,7 +45,7 @@ class Call:
 class Alike:
     """Calls of one op with the same scalars on arrays of the same classes."""
 
-    __slots__ = ("guard", "guards", "last", "ready", "viewed")
+    __slots__ = ("guards", "last", "ready", "viewed")
 
     def __init__(self, viewed: tuple[str, ...]) -> None:
         """``viewed``: the arrays that are not None, which each call views; empty for torch's."""
@@ -54,15 +54,16 @@ class Alike:
         """By `torch_facts`, or by the `facts_of` the views."""
         self.guards: dict[tuple[Any, ...], Callable[..., bool] | None] = {}
         """Of tensors that start lines, by `torch_facts`."""
-        self.last: Ready | None = None
-        """Of the last call on such tensors, and what tells that a call is like it."""
-        self.guard: Callable[..., bool] | None = None
+        self.last: tuple[Callable[..., bool], Ready] | None = None
+        """What tells that a call is like the last one on such tensors, and that one."""
 
     def expect(self, facts: tuple[Any, ...], ready: Ready, given: list[Any]) -> None:
         """That the next call is like this one."""
-        if self.last is ready or facts not in self.guards:  # it said no in another mode of torch
+        said_no = self.last is not None and self.last[1] is ready  # made in another mode of torch
+        if said_no or facts not in self.guards:
             self.guards[facts] = torch_guard(given)
-        self.last, self.guard = ready, self.guards[facts]
+        guard = self.guards[facts]
+        self.last = None if guard is None else (guard, ready)
 
 
 class Op:
@@ -105,10 +106,10 @@ class Op:
         given = [a for a in arrays if a is not None]
         if alike.viewed:
             return self._run_viewed(alike, given, arrays, scalars)
-        if alike.guard is not None and alike.last is not None and alike.guard(*given):
-            addresses = [a.data_ptr() for a in given]
-            if in_lines(addresses):
-                return alike.last(given, addresses)
+        if alike.last is not None:
+            is_like, ready = alike.last
+            if is_like(*given) and in_lines(addresses := [a.data_ptr() for a in given]):
+                return ready(given, addresses)
         return self._run_torch(alike, given, arrays, scalars)
 
     def _kind(self, arrays: tuple[Any, ...], scalars: tuple[Any, ...]) -> tuple[Any, ...]:
