@@ -59,7 +59,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--part", choices=PARTS, action="append", help="by default both")
     made.add_argument("--shape", action="append", help="of a layer; by default three")
     made.add_argument("--model", action="append", choices=vllm_engine.MODELS, help="of an engine")
-    made.add_argument("--layers", type=int, default=24, help="of an engine's model")
+    made.add_argument("--layers", type=int, default=36, help="of an engine's model")
     made.add_argument("--out", type=Path, help="JSON file to write")
     made.add_argument("--keep", action="store_true", help="keep the other rows of --out")
     return made

@@ -26,7 +26,7 @@ from bench.record import Row
 
 OP = "vllm engine"
 BATCHES = (1, 8, 64)
-PROMPT, GENERATED, COMPARED, ROUNDS = 32, 256, 64, 3
+PROMPT, GENERATED, COMPARED, ROUNDS = 32, 128, 64, 5
 """Tokens of a prompt, those generated when timed, those generated with logprobs; repetitions."""
 MAX_LOGPROB_ERROR = 0.1
 """Of both arms' logprobs of the prompts, as root mean squares: difference by deviation."""
@@ -167,18 +167,19 @@ def _figures(theirs: Engine, ours: Engine, tokens: list[list[int]]) -> Row:
     arms = {"vllm": theirs, "cumoe": ours}
     for arm in arms.values():
         arm.generate(tokens, GENERATED)
-    rounds = [
-        {name: arm.generate(tokens, GENERATED)["seconds"] for name, arm in arms.items()}
-        for _ in range(ROUNDS)
-    ]
     count = GENERATED * len(tokens)
-    rate = {name: count / statistics.median(r[name] for r in rounds) for name in arms}
+    rates: dict[str, list[float]] = {name: [] for name in arms}
+    for _ in range(ROUNDS):
+        for name, arm in arms.items():
+            rates[name].append(round(count / arm.generate(tokens, GENERATED)["seconds"], 1))
+    rate = {name: statistics.median(values) for name, values in rates.items()}
     compared = [arm.generate(tokens, COMPARED, logprobs=True) for arm in arms.values()]
     error = logprob_error(*(answer["prompt_logprobs"] for answer in compared))
     if not error < MAX_LOGPROB_ERROR:  # NaN fails too
         return {"error": f"logprobs differ by {error:.2g} of their deviation: another model"}
     return {
-        **{f"tokens_s_{name}": round(value, 1) for name, value in rate.items()},
+        **{f"tokens_s_{name}": value for name, value in rate.items()},
+        **{f"rounds_{name}": values for name, values in rates.items()},
         "ratio": round(rate["cumoe"] / rate["vllm"], 3), "generated": GENERATED,
         "logprob_error": round(error, 5), **agreement(*compared),
     }  # fmt: skip
