@@ -54,7 +54,7 @@ def test_a_loss_is_red(monkeypatch):
 
 def test_the_options():
     plain = vllm.parser().parse_args([])
-    assert (plain.part, plain.shape, plain.layers, plain.keep) == (None, None, 24, False)
+    assert (plain.part, plain.shape, plain.layers, plain.keep) == (None, None, 36, False)
     some = vllm.parser().parse_args(["--part", "layer", "--shape", "glm-5.3-tp4", "--keep"])
     assert (some.part, some.shape, some.keep) == (["layer"], ["glm-5.3-tp4"], True)
     with pytest.raises(SystemExit):
@@ -91,7 +91,7 @@ def test_the_parts_that_are_measured(monkeypatch):
     ]  # fmt: skip
     line = ["--part", "engine", "--model", "qwen3-with-glm-5.3-tp8-experts"]
     engines = list(vllm.measured(vllm.parser().parse_args(line)))
-    assert engines == [("qwen3-with-glm-5.3-tp8-experts", 24)]
+    assert engines == [("qwen3-with-glm-5.3-tp8-experts", 36)]
 
 
 # The layer
@@ -176,7 +176,8 @@ class Arm:
 
 def test_arms_of_one_model_are_timed_and_others_are_not():
     found = vllm_engine._figures(Arm(1.0, 2.0), Arm(1.0, 2.01), [[3, 4, 5]])
-    assert (found["tokens_s_cumoe"], found["ratio"], found["same_tokens"]) == (512, 1, 2)
+    assert (found["tokens_s_cumoe"], found["ratio"], found["same_tokens"]) == (256, 1, 2)
+    assert found["rounds_vllm"] == found["rounds_cumoe"] == [256.0] * vllm_engine.ROUNDS
     assert 0 < found["logprob_error"] < 0.02
     for other in (Arm(2.0, 1.0), Arm(math.nan, 2.0)):
         found = vllm_engine._figures(Arm(1.0, 2.0), other, [[3, 4, 5]])
