@@ -165,6 +165,10 @@ def prompts(batch: int) -> list[list[int]]:
 
 def _figures(theirs: Engine, ours: Engine, tokens: list[list[int]]) -> Row:
     arms = {"vllm": theirs, "cumoe": ours}
+    compared = [arm.generate(tokens, COMPARED, logprobs=True) for arm in arms.values()]
+    error = logprob_error(*(answer["prompt_logprobs"] for answer in compared))
+    if not error < MAX_LOGPROB_ERROR:  # NaN fails too
+        return {"error": f"logprobs differ by {error:.2g} of their deviation: another model"}
     for arm in arms.values():
         arm.generate(tokens, GENERATED)
     count = GENERATED * len(tokens)
@@ -173,10 +177,6 @@ def _figures(theirs: Engine, ours: Engine, tokens: list[list[int]]) -> Row:
         for name, arm in arms.items():
             rates[name].append(round(count / arm.generate(tokens, GENERATED)["seconds"], 1))
     rate = {name: statistics.median(values) for name, values in rates.items()}
-    compared = [arm.generate(tokens, COMPARED, logprobs=True) for arm in arms.values()]
-    error = logprob_error(*(answer["prompt_logprobs"] for answer in compared))
-    if not error < MAX_LOGPROB_ERROR:  # NaN fails too
-        return {"error": f"logprobs differ by {error:.2g} of their deviation: another model"}
     return {
         **{f"tokens_s_{name}": value for name, value in rate.items()},
         **{f"rounds_{name}": values for name, values in rates.items()},

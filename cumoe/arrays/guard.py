@@ -11,9 +11,9 @@ from cumoe.arrays.view import LINE
 def torch_guard(tensors: Sequence[Any]) -> Callable[..., bool] | None:
     """What tells of other tensors whether they are like these; None where this torch has none.
 
-    It is the one that torch.compile asks, in half the host's time of `torch_facts`. It compares
-    classes, element types, shapes, strides and devices, and modes of torch too, such as inference:
-    where it says no, `torch_facts` may still say yes. It does not look at addresses.
+    It is the one that torch.compile asks, in less of the host's time than `torch_facts`. It
+    compares classes, element types, shapes, strides and devices, and modes of torch too, such as
+    inference: where it says no, `torch_facts` may still say yes. It does not look at addresses.
     """
     sizes: Any = [list(t.shape) for t in tensors]
     strides: Any = [list(t.stride()) for t in tensors]

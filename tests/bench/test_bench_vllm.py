@@ -168,9 +168,10 @@ def test_the_error_of_logprobs():
 
 class Arm:
     def __init__(self, *prompt_logprobs: float) -> None:
-        self.prompt_logprobs = [list(prompt_logprobs)]
+        self.prompt_logprobs, self.timed = [list(prompt_logprobs)], 0
 
     def generate(self, tokens, count, *, logprobs=False):
+        self.timed += not logprobs
         return answer([1, 2]) | {"seconds": 0.5, "prompt_logprobs": self.prompt_logprobs}
 
 
@@ -181,7 +182,7 @@ def test_arms_of_one_model_are_timed_and_others_are_not():
     assert 0 < found["logprob_error"] < 0.02
     for other in (Arm(2.0, 1.0), Arm(math.nan, 2.0)):
         found = vllm_engine._figures(Arm(1.0, 2.0), other, [[3, 4, 5]])
-        assert list(found) == ["error"]
+        assert (list(found), other.timed) == (["error"], 0)
     assert "error" in vllm_engine._figures(Arm(1.0, 1.0), Arm(1.0, 1.0), [[3, 4, 5]])
 
 
