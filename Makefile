@@ -21,6 +21,7 @@ gpu:  ## on an H200: the GPU suite and its record, the demo, the sanitizers
 bench:  ## on an H200 with vLLM installed: times beside it, and the comparison byte for byte
 	$(PYTHON) -m bench activation --out $(RESULTS)/activation.json --plot $(RESULTS)/activation.png
 	$(PYTHON) -m bench.bitwise --out $(RESULTS)/bitwise.json
+	$(PYTHON) -m bench.sweep --quick --out $(RESULTS)/activation_sweep.json
 	$(PYTHON) -m bench experts --shape glm-5.3-tp8,glm-5.3-tp4,glm-5.3-flash-tp8,qwen3-next-tp1 --out $(RESULTS)/experts.json
 	$(PYTHON) -m bench experts --quick --keep --shape deepseek-v4-flash-ep8,glm-5.3-tp8,glm-5.3-tp4 \
 	  --routing uniform,zipf,one --m 256,384,512,768,1024,1536,2048,3072,4096,6144,8192,16384 --out $(RESULTS)/experts.json

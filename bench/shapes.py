@@ -17,6 +17,7 @@ class Shape(NamedTuple):
     num_local_experts: int | None = None
 
 
+# "qwen3-next-tp1" is as wide as Qwen3-Next's layer, with half of its 512 experts and topk 8.
 SHAPES = {
     "glm-5.3-tp8": Shape(256, 8, 6144, 256),
     "glm-5.3-tp4": Shape(256, 8, 6144, 512),

@@ -57,7 +57,8 @@ def fused_experts_fp8(
 
     Deterministic: the same inputs give the same bytes. A token's bytes do not depend on the other
     tokens of the call, only on whether there are very few (up to 32 or 64 slots), few (8
-    for each of num_experts), or more: their kernels add up otherwise (docs/numerics.md).
+    for each of num_experts, less with N above 8704), or more: their kernels add up otherwise
+    (docs/numerics.md).
 
     Nothing synchronizes with the host, so a call can be captured in a CUDA graph once its kernels
     are loaded (run it once before). For inference: no gradient.

@@ -44,15 +44,14 @@ class Strategy(NamedTuple):
     """Ids that a lister tests, at most: so many rows times the listers make a chunk."""
 
 
-# From `python -m bench.sweep --quick` on an H200, 2026-11-30 (driver 580, NVRTC 13.0), of which
-# bench/results/h200/activation_sweep.json has every candidate at every size. By groups of 128, us
-# of the chosen one and of the fastest of the rest:
-#    32   0.95  0.94 (32x256)       8192   2.29   2.34 (8x256 walk 4)
-#   512   1.02  1.03 (16x128)      12288   2.75   2.88 (8x128, 12 CTAs an SM)
-#  1536   1.17  1.20 (16x256)      16384   3.27   3.23 (8x256 walk 4)
-#  3072   1.39  1.50 (8x64)        24576   5.31   5.47 (8x128)
-#  6144   1.97  2.13 (32x256)      98304  16.51  16.72 (8x64)
-#                                1048576 156.23 156.12 (8x128)
+# bench/results/h200/activation_sweep.json (`python -m bench.sweep --quick`) has every candidate at
+# every size. By groups of 128, us of the chosen one and of the fastest of the rest:
+#    32   0.95  0.96 (32x256)       8192   2.26   2.29 (8x256 walk 4)
+#   512   1.02  1.03 (16x128)      12288   2.74   2.89 (8x128, 12 CTAs an SM)
+#  1536   1.17  1.15 (16x256)      16384   3.22   3.20 (8x256 walk 4)
+#  3072   1.41  1.49 (8x64)        24576   5.31   5.49 (8x128)
+#  6144   2.05  2.11 (8x128)       98304  16.51  16.69 (8x128)
+#                                1048576 154.98 153.80 (8x128)
 UNFILTERED = (
     Strategy(1000, lanes=32, threads=128),
     Strategy(5000, lanes=16, threads=128),
@@ -63,10 +62,10 @@ UNFILTERED = (
     Strategy(2**63, lanes=8, threads=512, deal=WALK, ctas_per_sm=2),
 )
 # The same with an expert_map that keeps 1/8 of the rows:
-#     96  1.02  1.04 (16x128 eager)              24576   1.90   1.90 (16x512 walk 1, 512 list 2)
-#   1536  1.24  1.22 (16x128 eager)              49152   2.37   2.43 (8x512 walk 2, 512 list 1)
-#   6144  1.49  1.51 (16x256 walk 1)             98304   3.00   3.15 (8x512 walk 2, 512 list 4)
-#  12288  1.67  1.76 (16x256 walk 1, 128 list 2) 1048512 24.83 25.04 (8x1024 walk 1, 1024 list 6)
+#     96  1.03  1.05 (16x128 eager)              24576   1.87   1.92 (16x512 walk 1, 512 list 2)
+#   1536  1.23  1.22 (16x128 eager)              49152   2.36   2.42 (8x512 walk 2, 512 list 1)
+#   6144  1.49  1.50 (16x256 walk 1, 32 list 1)  98304   3.01   3.14 (8x512 walk 2, 512 list 4)
+#  12288  1.65  1.74 (8x512 walk 1, 512 list 2) 1048512 24.53 24.75 (8x1024 walk 1, 1024 list 6)
 FILTERED = (
     Strategy(4300, lanes=32, threads=128, deal=EAGER),
     Strategy(17_000, lanes=16, threads=256, deal=WALK, listers=256),

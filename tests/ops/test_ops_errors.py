@@ -163,7 +163,7 @@ SORT = {
     "too_many_slots": value("topk_ids|2^31", block_size=1 << 30),
 }
 
-CODES, GRID = zeros(8, 256, 256, dtype=E4M3), zeros(8, 2, 2)
+CODES = zeros(8, 256, 256, dtype=E4M3)
 PADDING = "pad_experts"
 
 EXPERTS = {

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
@@ -96,12 +95,6 @@ def constants(step: Step) -> dict[str, int]:
 
 def source(name: str) -> str:
     return (SOURCES / name).read_text()
-
-
-def source_constant(text: str, name: str) -> int:
-    found = re.findall(rf"constexpr int {name} = (\d+);", text)
-    assert len(found) == 1, name
-    return int(found[0])
 
 
 def up(size: int, multiple: int) -> int:
